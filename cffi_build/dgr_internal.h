@@ -1,0 +1,150 @@
+// Shared by the shim's sources; never included outside cffi_build.
+#pragma once
+
+#include "dgr_native.h"
+
+#include "ggml.h"
+#include "llama.h"
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <new>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#if defined(__GNUC__)
+#define DGR_PRINTF(fmt, args) __attribute__((format(printf, fmt, args)))
+#else
+#define DGR_PRINTF(fmt, args)
+#endif
+
+namespace dgr {
+
+//
+// errors: thrown inside the shim, turned into a status and a message at its border
+//
+
+struct error : std::runtime_error {
+    dgr_status status;
+    error(dgr_status status, const std::string & what) : std::runtime_error(what), status(status) {}
+};
+
+[[noreturn]] void fail  (dgr_status status, const char * fmt, ...) DGR_PRINTF(2, 3);
+[[noreturn]] void refuse(const char * fmt, ...) DGR_PRINTF(1, 2); // DGR_ERR_ARGUMENT
+
+// Records the message of the calling thread's last failure; returns the status for `return`.
+int32_t record(dgr_status status, const char * what) noexcept;
+
+// The border: runs `body` and lets no exception out. Bodies catch what llama.cpp may throw half way through a change.
+template <class Body>
+int32_t guarded(Body && body) noexcept {
+    try {
+        body();
+        return DGR_OK;
+    } catch (const error & e) {
+        return record(e.status, e.what());
+    } catch (const std::bad_alloc &) {
+        return record(DGR_ERR_MEMORY, "out of memory: lower n_ctx, n_seq_max or n_batch");
+    } catch (const std::exception & e) {
+        return record(DGR_ERR_INTERNAL, e.what());
+    } catch (...) {
+        return record(DGR_ERR_INTERNAL, "an exception of unknown type");
+    }
+}
+
+//
+// library
+//
+
+// Once per process: environment, backends, log. Every function that reaches llama.cpp calls it first.
+void library_init();
+
+// CPUs that this process may run on.
+int32_t available_cpus();
+
+// While alive, remembers the first error line that the calling thread logs: llama.cpp says why only there.
+class first_error {
+public:
+    first_error();
+    ~first_error();
+    first_error(const first_error &) = delete;
+    first_error & operator=(const first_error &) = delete;
+
+    const char * text(const char * fallback) const { return line.empty() ? fallback : line.c_str(); }
+
+private:
+    friend struct log_sink;
+    std::string   line;
+    first_error * outer;
+};
+
+//
+// artifact
+//
+
+// Refuses files whose metadata would make llama.cpp's loader or first graph abort. What is merely absent or of a wrong
+// type is left to the loader, which reports it.
+void check_metadata(const char * path, int32_t layer_begin, int32_t layer_end);
+
+//
+// state
+//
+
+struct free_model   { void operator()(llama_model     * m) const { llama_model_free(m); } };
+struct free_context { void operator()(llama_context   * c) const { llama_free(c); } };
+struct free_batch   { void operator()(llama_batch_ext * b) const { llama_batch_ext_free(b); } };
+
+using model_ptr   = std::unique_ptr<llama_model,     free_model>;
+using context_ptr = std::unique_ptr<llama_context,   free_context>;
+using batch_ptr   = std::unique_ptr<llama_batch_ext, free_batch>;
+
+// Where the rows of one state component lie. Tensors are [row, rows, slots]; a ring has a second one, its scores.
+struct component {
+    struct layer {
+        int32_t             il;
+        const ggml_tensor * rows;
+        const ggml_tensor * scores = nullptr;
+    };
+
+    uint32_t           ratio    = 1; // tokens behind one row; 0 for rings, which have no committed rows
+    uint32_t           capacity = 0; // rows per layer and slot
+    uint64_t           bytes    = 0;
+    std::vector<layer> layers;
+};
+
+using components = std::array<component, DGR_N_COMPONENTS>;
+
+// Fills `out` from the cache of a context; throws when the cache is not V4's.
+void find_components(llama_context * ctx, components & out);
+
+// Position of every raw SWA cell of a slot, -1 where the cell is free.
+std::vector<int32_t> raw_positions(const dgr_stage & stage, int32_t slot);
+
+// Throws unless 0 <= slot < n_seq_max.
+void check_slot(const dgr_stage & stage, int32_t slot);
+
+// Tokens committed in a slot.
+int32_t position(const dgr_stage & stage, int32_t slot);
+
+bool all_finite(const float * values, size_t n);
+
+} // namespace dgr
+
+struct dgr_stage {
+    dgr_stage_info   info = {};
+    bool             dry_run = false;
+    uint32_t         n_swa = 0;       // window of raw attention
+    uint32_t         output_rows = 0; // most rows of logits that one batch has asked for
+    dgr::model_ptr   model;
+    dgr::context_ptr ctx;
+    dgr::batch_ptr   batch;           // kept: its buffer for the residual is large
+    dgr::components  components;
+    std::vector<bool> lost;           // slots that native code left in an unknown state
+    std::atomic<bool> aborted = {false};
+
+    bool is_head() const { return info.layer_begin == 0; }
+    bool is_tail() const { return info.layer_end == info.n_layer; }
+};

@@ -1,0 +1,312 @@
+"""Obtains, verifies, patches and builds the pinned llama.cpp; prints the prefix where the static libraries lie.
+
+The prefix is in a cache outside the repository ($DGR_CACHE_DIR, else $XDG_CACHE_HOME/dgr, else ~/.cache/dgr), under a key
+made of everything that decides what the libraries compute: pin, patches, compiler, flags and the CPU's features (kernels
+are compiled for this very CPU). CMakeLists.txt runs this file; it needs pip, cmake, ninja, patch-ng and scikit-build-core.
+
+    python llama_cpp.py                 # build unless cached, print the prefix
+    python llama_cpp.py --unpatched     # upstream as it is, for tests that compare with it
+    python llama_cpp.py source DIR      # only the patched source tree
+    python llama_cpp.py digest DIR      # digest of the used paths of a tree
+
+DGR_LLAMA_CPP_SOURCE names a checkout to use in place of the download; it must have the pinned digest.
+DGR_LLAMA_CMAKE_ARGS are further CMake arguments for llama.cpp, for instance -DGGML_CUDA=ON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+
+import patch_ng
+
+VENDOR = Path(__file__).resolve().parent.parent / "vendor" / "llama.cpp"
+PIN = tomllib.loads((VENDOR / "pin.toml").read_text(encoding="utf-8"))
+
+#: Grows when this file builds something else from the same inputs.
+RECIPE = 1
+
+CMAKE_ARGS = (
+    "-DCMAKE_BUILD_TYPE=Release",
+    "-DBUILD_SHARED_LIBS=OFF",
+    "-DCMAKE_POSITION_INDEPENDENT_CODE=ON",
+    "-DCMAKE_C_VISIBILITY_PRESET=hidden",
+    "-DCMAKE_CXX_VISIBILITY_PRESET=hidden",
+    "-DCMAKE_INSTALL_LIBDIR=lib",
+    "-DGGML_NATIVE=ON",
+    "-DGGML_LLAMAFILE=ON",
+    "-DGGML_OPENMP=OFF",
+    "-DLLAMA_BUILD_APP=OFF",
+    "-DLLAMA_BUILD_COMMON=OFF",
+    "-DLLAMA_BUILD_EXAMPLES=OFF",
+    "-DLLAMA_BUILD_SERVER=OFF",
+    "-DLLAMA_BUILD_TESTS=OFF",
+    "-DLLAMA_BUILD_TOOLS=OFF",
+    "-DLLAMA_BUILD_NUMBER=0",
+    f"-DLLAMA_BUILD_COMMIT={PIN['upstream']['commit']}",
+)
+
+
+class BuildError(Exception):
+    """A step failed; the message says which and what to do."""
+
+
+def say(text: str) -> None:
+    """Tell a person; standard output is for the prefix alone."""
+    print(f"llama.cpp: {text}", file=sys.stderr, flush=True)
+
+
+def run(*command: str | Path) -> None:
+    """Run a command with its output on standard error; raise when it fails."""
+    result = subprocess.run([str(part) for part in command], stdout=sys.stderr, check=False)
+    if result.returncode != 0:
+        raise BuildError(f"exit status {result.returncode} of: {shlex.join(str(part) for part in command)}")
+
+
+# --- identity ---------------------------------------------------------------------------------------------------------
+
+
+def file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def tree_digest(tree: Path) -> str:
+    """Return the digest of the used paths: SHA-256 over a sorted list of file digests and names."""
+    files = [path for used in PIN["tree"]["paths"] for path in _files(tree / used)]
+    lines = sorted(f"{path.relative_to(tree).as_posix()} {file_digest(path)}\n" for path in files)
+    return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def _files(path: Path) -> Iterator[Path]:
+    if path.is_dir():
+        yield from (child for child in path.rglob("*") if child.is_file())
+    elif path.is_file():
+        yield path
+    else:
+        raise BuildError(f"{path} is missing")
+
+
+def patches() -> list[Path]:
+    return sorted((VENDOR / "patches").glob("*.patch"))
+
+
+def patch_digest() -> str:
+    """Return the digest of the patch series."""
+    return hashlib.sha256("".join(file_digest(patch) for patch in patches()).encode()).hexdigest()
+
+
+def cpu_features() -> str:
+    """Return what this CPU can do, as far as it decides which instructions the compiler uses."""
+    features = {platform.machine()}
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        features.add(platform.processor())
+    else:
+        for line in lines:
+            name, _, value = line.partition(":")
+            if name.strip() in {"flags", "Features"}:
+                features.update(value.split())
+                break
+    return " ".join(sorted(features))
+
+
+def compiler_version(compiler: str) -> str:
+    try:
+        return subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout.splitlines()[0]
+    except (OSError, subprocess.CalledProcessError) as error:
+        raise BuildError(f"no C++ compiler: {compiler}: {error}") from error
+
+
+class Flavour:
+    """What to build: patched or not, with which compilers and options."""
+
+    def __init__(self, *, patched: bool, cc: str, cxx: str) -> None:
+        self.patched = patched
+        self.cc = cc
+        self.cxx = cxx
+        self.patch_digest = patch_digest() if patched else "unpatched"
+        self.cmake_args = [*CMAKE_ARGS, *shlex.split(os.environ.get("DGR_LLAMA_CMAKE_ARGS", ""))]
+
+    @property
+    def key(self) -> str:
+        identity = {
+            "recipe": RECIPE,
+            "tree": PIN["tree"]["sha256"],
+            "patches": self.patch_digest,
+            "compilers": [self.cc, compiler_version(self.cc), self.cxx, compiler_version(self.cxx)],
+            "cmake_args": self.cmake_args,
+            "environment": {name: os.environ.get(name, "") for name in ("CFLAGS", "CXXFLAGS", "CPPFLAGS", "LDFLAGS")},
+            "cpu": cpu_features(),
+        }
+        return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:20]
+
+
+# --- source -----------------------------------------------------------------------------------------------------------
+
+
+def cache_dir() -> Path:
+    if chosen := os.environ.get("DGR_CACHE_DIR"):
+        return Path(chosen).absolute()
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "dgr"
+
+
+def fetch_sdist() -> Path:
+    """Return the sdist, downloaded by pip under its hash unless cached."""
+    sdist = PIN["sdist"]
+    folder = cache_dir() / "sdist"
+    path = folder / sdist["file"]
+    if not path.exists():
+        say(f"downloading {sdist['name']} {sdist['version']}")
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as download:
+            # pip insists on the sdist's metadata; without isolation it need not install a build backend for that.
+            isolation = [] if find_spec("scikit_build_core") is None else ["--no-build-isolation"]
+            run(
+                sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps",
+                "--no-binary", sdist["name"], "--require-hashes", *isolation,
+                "--requirement", VENDOR / "requirements.txt", "--dest", download,
+            )  # fmt: skip
+            (Path(download) / sdist["file"]).replace(path)
+    if (found := file_digest(path)) != sdist["sha256"]:
+        raise BuildError(f"{path} has SHA-256 {found}, the pin says {sdist['sha256']}: remove the file and try again")
+    return path
+
+
+def copy_used_paths(target: Path) -> None:
+    """Put the used paths of the pristine tree into `target` and check their digest."""
+    if checkout := os.environ.get("DGR_LLAMA_CPP_SOURCE"):
+        origin = f"DGR_LLAMA_CPP_SOURCE ({checkout})"
+        for used in PIN["tree"]["paths"]:
+            source = Path(checkout) / used
+            if source.is_dir():
+                shutil.copytree(source, target / used, symlinks=True)
+            elif source.exists():
+                shutil.copy2(source, target / used)
+    else:
+        origin = PIN["sdist"]["file"]
+        root = f"{PIN['sdist']['root']}/"
+        used_paths = tuple(PIN["tree"]["paths"])
+        with tarfile.open(fetch_sdist()) as archive:
+            for member in archive:
+                relative = member.name.removeprefix(root)
+                if relative != member.name and relative.split("/")[0] in used_paths:
+                    archive.extract(member.replace(name=relative, deep=False), target, filter="data")
+    if (found := tree_digest(target)) != PIN["tree"]["sha256"]:
+        raise BuildError(f"the tree of {origin} has digest {found}, the pin says {PIN['tree']['sha256']}")
+
+
+def apply_patches(tree: Path) -> None:
+    """Apply the series with a library, since git and patch need not be installed, and check what came of it."""
+    for patch in patches():
+        series = patch_ng.fromfile(str(patch))
+        if not series or not series.apply(root=str(tree)):
+            raise BuildError(f"{patch.name} does not apply")
+    if (found := tree_digest(tree)) != PIN["tree"]["patched_sha256"]:
+        raise BuildError(
+            f"the patched tree has digest {found}, the pin says {PIN['tree']['patched_sha256']}: "
+            "after a change of patches run vendor/llama.cpp/check_patches.py --write"
+        )
+
+
+def prepare_source(target: Path, *, patched: bool) -> None:
+    copy_used_paths(target)
+    if patched:
+        apply_patches(target)
+
+
+# --- build ------------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold a lock between processes: two builds of one key would waste a machine."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def describe(flavour: Flavour, prefix: Path) -> None:
+    """Leave for CMake what the shim tells of its llama.cpp."""
+    options = " ".join(arg.removeprefix("-D") for arg in flavour.cmake_args if "GGML_" in arg or "BUILD_TYPE" in arg)
+    lines = {
+        "DGR_LLAMA_CPP_COMMIT": PIN["upstream"]["commit"],
+        "DGR_PATCH_DIGEST": flavour.patch_digest,
+        "DGR_GGML_OPTIONS": options,
+    }
+    text = "".join(f'set({name} "{value}")\n' for name, value in lines.items())
+    (prefix / "dgr-llama-cpp.cmake").write_text(text, encoding="utf-8")
+
+
+def build(flavour: Flavour) -> Path:
+    """Return the prefix of the flavour, built unless cached."""
+    prefix = cache_dir() / "llama.cpp" / flavour.key
+    if prefix.exists():
+        return prefix
+    with locked(prefix.with_suffix(".lock")):
+        if prefix.exists():  # another process has just built it
+            return prefix
+        say(f"building {'' if flavour.patched else 'un'}patched {PIN['upstream']['commit'][:9]}, a few minutes, once")
+        work = Path(tempfile.mkdtemp(prefix=f"{flavour.key}-", dir=prefix.parent))
+        try:
+            staged = work / "prefix"
+            source = staged / "source"  # stays: the shim reads private headers
+            source.mkdir(parents=True)
+            prepare_source(source, patched=flavour.patched)
+            run(
+                "cmake", "-S", source, "-B", work / "build", "-G", "Ninja",
+                f"-DCMAKE_C_COMPILER={flavour.cc}", f"-DCMAKE_CXX_COMPILER={flavour.cxx}",
+                f"-DCMAKE_INSTALL_PREFIX={staged}", *flavour.cmake_args,
+            )  # fmt: skip
+            run("cmake", "--build", work / "build")
+            run("cmake", "--install", work / "build")
+            describe(flavour, staged)
+            staged.replace(prefix)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+    return prefix
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Build the pinned llama.cpp and print its prefix.")
+    parser.add_argument("--unpatched", action="store_true", help="upstream as it is")
+    parser.add_argument("--cc", default=os.environ.get("CC") or "cc", help="C compiler")
+    parser.add_argument("--cxx", default=os.environ.get("CXX") or "c++", help="C++ compiler")
+    parser.add_argument("action", nargs="?", choices=("build", "source", "digest"), default="build")
+    parser.add_argument("folder", nargs="?", type=Path)
+    options = parser.parse_args()
+    if (options.folder is None) != (options.action == "build"):
+        parser.error("source and digest take a folder, build takes none")
+    logging.basicConfig(level=logging.ERROR, stream=sys.stderr)  # patch-ng's
+    try:
+        if options.action == "digest":
+            print(tree_digest(options.folder))
+        elif options.action == "source":
+            options.folder.mkdir(parents=True)
+            prepare_source(options.folder, patched=not options.unpatched)
+        else:
+            print(build(Flavour(patched=not options.unpatched, cc=options.cc, cxx=options.cxx)))
+    except BuildError as error:
+        sys.exit(f"llama.cpp: {error}")
+
+
+if __name__ == "__main__":
+    main()

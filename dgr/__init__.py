@@ -1,0 +1,49 @@
+"""dgr: the distributed GGUF runtime. DeepSeek V4 Flash as a pipeline of layer-range stages, on trio."""
+
+# General layout. Each package is one floor; a module imports from its own package and from the floors below.
+#
+#   cli       how people come in: one module per command group
+#   serving   optional ways in for programs: asyncio today
+#   runtime   trio actors: shard, session, supervisor, ledger, pipeline; every state table is in runtime/states
+#   wire      bytes on a link: the closed message union, the sans-I/O framer, links
+#   engine    the ShardEngine seam, and llama.cpp behind it; the only code that touches a pointer
+#   model     facts about the model and about routes: pure values
+#   errors    one tree
+#
+# `dgr.testing` stands beside the house: fixtures, a fake engine, a relay, the engine contract suite.
+
+from __future__ import annotations
+
+from dgr.engine.base import ContextParams, Numerics, SamplingParams, ShardEngine
+from dgr.engine.llama import LlamaEngine
+from dgr.engine.vocab import LlamaVocabulary
+from dgr.errors import DgrError
+from dgr.model.artifact import Artifact
+from dgr.model.route import LayerRange, Route, StageRef
+from dgr.runtime.client import ClientSession, GeneratedToken, Generation
+from dgr.runtime.local import LocalCluster, ShardPolicy, open_cluster, open_pipeline
+from dgr.runtime.pipeline import Pipeline, Timeouts, open_pipeline_on
+
+__all__ = [
+    "Artifact",
+    "ClientSession",
+    "ContextParams",
+    "DgrError",
+    "GeneratedToken",
+    "Generation",
+    "LayerRange",
+    "LlamaEngine",
+    "LlamaVocabulary",
+    "LocalCluster",
+    "Numerics",
+    "Pipeline",
+    "Route",
+    "SamplingParams",
+    "ShardEngine",
+    "ShardPolicy",
+    "StageRef",
+    "Timeouts",
+    "open_cluster",
+    "open_pipeline",
+    "open_pipeline_on",
+]

@@ -1,0 +1,260 @@
+"""``dgr inspect``: what a model is, and what state a layer range of it owns."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import attrs
+
+from dgr.model.artifact import Artifact
+from dgr.model.route import LayerRange
+from dgr.model.state_map import ContextShape, StateMap, state_map
+from dgr.model.v4 import V4_FLASH, HyperParameters
+
+__all__ = ["human_bytes", "layer_runs", "register", "render_table", "run"]
+
+#: Stands for the published model's hyper-parameters; needs no file.
+_BUILT_IN = "v4-flash"
+#: As :class:`~dgr.engine.base.ContextParams`.
+_DEFAULT_CTX = 4096
+
+
+def register(subparsers: argparse._SubParsersAction[Any]) -> None:
+    """Add the command."""
+    parser = subparsers.add_parser(
+        "inspect",
+        help="show a model, or the state a layer range owns",
+        description="Show hyper-parameters, layer schedule and bytes of weights; with --layers or --ctx, the state"
+        " that a layer range owns. No weights are read.",
+    )
+    parser.add_argument("model", metavar="MODEL", help=f"a GGUF file, or {_BUILT_IN} for the published widths")
+    parser.add_argument("--layers", metavar="A:B", help="layer range whose state to show (default: all, with --ctx)")
+    parser.add_argument("--ctx", type=int, metavar="N", help=f"tokens per session (default: {_DEFAULT_CTX})")
+    parser.add_argument(
+        "--ubatch", type=int, default=512, metavar="N", help="tokens per native sub-batch (default: 512)"
+    )
+    parser.add_argument("--sessions", type=int, default=1, metavar="S", help="sequence slots (default: 1)")
+    parser.add_argument("--type-k", default="f16", metavar="TYPE", help="K-cache type: f16, f32, q8_0 (default: f16)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=run)
+
+
+def human_bytes(n_bytes: int) -> str:
+    """``271466496`` -> ``258.89 MiB``."""
+    size = float(n_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            break
+        size /= 1024
+    return f"{n_bytes} B" if unit == "B" else f"{size:.2f} {unit}"
+
+
+def layer_runs(layers: Sequence[int]) -> str:
+    """Layers in short: ``0-1``, ``2,4..42``, ``3``; a gap starts a new run."""
+    runs: list[str] = []
+    at = 0
+    while at < len(layers):
+        end = at + 1
+        step = layers[end] - layers[at] if end < len(layers) else 1
+        while end < len(layers) and layers[end] - layers[end - 1] == step:
+            end += 1
+        run = layers[at:end]
+        if step == 1 and len(run) > 1:
+            runs.append(f"{run[0]}-{run[-1]}")
+        elif len(run) > 2:
+            runs.append(f"{run[0]},{run[1]}..{run[-1]}")
+        else:
+            # Two layers with a gap are no pattern: the second may begin a run.
+            end = at + 1
+            runs.append(str(run[0]))
+        at = end
+    return ",".join(runs)
+
+
+def render_table(rows: Sequence[Sequence[str]], numeric: Iterable[int] = ()) -> str:
+    """Rows of equal length in aligned columns, the first being the heading; ``numeric`` columns align right."""
+    right = frozenset(numeric)
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [
+            cell.rjust(width) if column in right else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def _schedule(hp: HyperParameters, artifact: Artifact | None) -> list[dict[str, Any]]:
+    entries: list[dict[str, Any]] = []
+    for layer in range(hp.n_layers):
+        entry: dict[str, Any] = {
+            "layer": layer,
+            "kind": hp.kind(layer).value,
+            "compress_ratio": hp.ratio(layer),
+            "hash_routed": hp.is_hash_routed(layer),
+        }
+        if artifact is not None:
+            one = LayerRange(layer, layer + 1)
+            inner = [tensor for tensor in artifact.tensors_of(one) if tensor.name.startswith("blk.")]
+            entry["weight_bytes"] = sum(tensor.n_bytes for tensor in inner)
+            entry["types"] = sorted({tensor.type.label for tensor in inner})
+        entries.append(entry)
+    return entries
+
+
+def _model_object(name: str, hp: HyperParameters, artifact: Artifact | None) -> dict[str, Any]:
+    found: dict[str, Any] = {"model": name, "hyper_parameters": attrs.asdict(hp), "layers": _schedule(hp, artifact)}
+    if artifact is not None:
+        found |= {
+            "file_bytes": artifact.file.file_bytes,
+            "identity": artifact.identity,
+            "n_tensors": len(artifact.file.tensors),
+            "weight_bytes": artifact.weight_bytes(hp.whole),
+            "head_bytes": artifact.head_bytes,
+            "tail_bytes": artifact.tail_bytes,
+            "mtp_bytes": sum(artifact.block_bytes(block) for block in range(hp.n_layers, hp.n_blocks)),
+            "matrix_types": [kind.label for kind in artifact.matrix_types(hp.whole)],
+        }
+    return found
+
+
+def _facts(hp: HyperParameters) -> list[tuple[str, str]]:
+    mtp = f" + {hp.n_mtp_layers} MTP block (reserved, never run)" if hp.n_mtp_layers else ""
+    return [
+        ("main layers", f"{hp.n_layers}{mtp}"),
+        ("widths", f"n_embd {hp.n_embd}, {hp.hc_streams} streams, boundary {hp.boundary_width} floats per token"),
+        ("vocabulary", f"{hp.n_vocab} tokens"),
+        ("trained context", f"{hp.context_length} tokens"),
+        (
+            "attention",
+            f"{hp.n_head} heads of {hp.head_dim} ({hp.rope_dim} rotated), 1 K head, window {hp.window},"
+            f" q rank {hp.q_lora_rank}, output {hp.o_groups} x {hp.o_lora_rank}",
+        ),
+        ("indexer", f"{hp.indexer_heads} heads of {hp.indexer_dim}, top {hp.indexer_top_k} rows"),
+        (
+            "experts",
+            f"{hp.n_expert_used} of {hp.n_expert} + {hp.n_expert_shared} shared, {hp.expert_ff} wide,"
+            f" scale {hp.expert_weights_scale:g}, first {hp.hash_layers} layers routed by token id",
+        ),
+        ("hyper-connections", f"{hp.hc_sinkhorn_iterations} Sinkhorn iterations, epsilon {hp.hc_epsilon:.3g}"),
+        (
+            "rope",
+            f"base {hp.rope_base:g}; compressed layers {hp.compress_rope_base:g}, YaRN x{hp.yarn.factor:g} from"
+            f" {hp.yarn.original_context} tokens",
+        ),
+    ]
+
+
+def _print_model(name: str, hp: HyperParameters, artifact: Artifact | None) -> None:
+    facts = [("model", name)]
+    if artifact is not None:
+        types = ", ".join(kind.label for kind in artifact.matrix_types(hp.whole))
+        facts.append(("file", f"{human_bytes(artifact.file.file_bytes)}, {len(artifact.file.tensors)} tensors"))
+        facts.append(("identity", artifact.identity))
+        facts.append(("matrix types", types))
+    print(render_table(facts + _facts(hp)))
+    print()
+
+    groups: dict[tuple[object, ...], list[int]] = {}
+    schedule = _schedule(hp, artifact)
+    for entry in schedule:
+        look = (entry["kind"], entry["hash_routed"], entry.get("weight_bytes"), tuple(entry.get("types", ())))
+        groups.setdefault(look, []).append(entry["layer"])
+    heading = ["layers", "count", "kind", "experts by"]
+    rows = [heading + (["weights each", "weights", "types"] if artifact is not None else [])]
+    for layers in groups.values():
+        entry = schedule[layers[0]]
+        row = [layer_runs(layers), str(len(layers)), entry["kind"], "token id" if entry["hash_routed"] else "router"]
+        if artifact is not None:
+            each = entry["weight_bytes"]
+            row += [human_bytes(each), human_bytes(each * len(layers)), ", ".join(entry["types"])]
+        rows.append(row)
+    if artifact is not None:
+        for label, size in (("head", artifact.head_bytes), ("tail", artifact.tail_bytes)):
+            rows.append([label, "", "", "", "", human_bytes(size), ""])
+        for block in range(hp.n_layers, hp.n_blocks):
+            rows.append([f"MTP {block}", "1", "", "", "", human_bytes(artifact.block_bytes(block)), "not loaded"])
+        rows.append(["total", str(hp.n_layers), "", "", "", human_bytes(artifact.weight_bytes(hp.whole)), ""])
+    print(render_table(rows, numeric=(1, 4, 5)))
+
+
+def _map_object(name: str, owned: StateMap, artifact: Artifact | None) -> dict[str, Any]:
+    shape = owned.shape
+    found: dict[str, Any] = {
+        "model": name,
+        "layers": str(owned.layers),
+        "n_ctx": shape.n_ctx_seq,
+        "n_ubatch": shape.n_ubatch,
+        "n_seq_max": shape.n_seq_max,
+        "type_k": shape.type_k,
+        "components": [
+            {
+                "name": state.component.value,
+                "layers": list(state.layers),
+                "bytes": state.n_bytes,
+                "rows": state.rows,
+                "width": state.width,
+                "type": state.type.label,
+                "tensors": [
+                    {"name": tensor.name, "layer": tensor.layer, "shape": list(tensor.ne), "bytes": tensor.n_bytes}
+                    for tensor in state.tensors
+                ],
+            }
+            for state in owned.owned
+        ],
+        "total_bytes": owned.total_bytes,
+    }
+    if artifact is not None:
+        found["weight_bytes"] = artifact.weight_bytes(owned.layers)
+    return found
+
+
+def _print_map(name: str, owned: StateMap, artifact: Artifact | None) -> None:
+    shape = owned.shape
+    sessions = "1 session" if shape.n_seq_max == 1 else f"{shape.n_seq_max} sessions"
+    print(f"{name}, layers {owned.layers}: state of {sessions} of {shape.n_ctx_seq} tokens, n_ubatch {shape.n_ubatch}")
+    print()
+    rows = [["component", "layers", "count", "tensors per layer", "shape", "type", "bytes", ""]]
+    for state in owned.owned:
+        per_layer = len(state.tensors) // len(state.layers)
+        names = [tensor.name for tensor in state.tensors[:per_layer]]
+        rows.append(
+            [
+                state.component.value,
+                layer_runs(state.layers),
+                str(len(state.layers)),
+                ", ".join(text.removesuffix(str(state.layers[0])) + "*" for text in names),
+                f"{state.width} x {state.rows} x {shape.n_seq_max}",
+                state.type.label,
+                str(state.n_bytes),
+                human_bytes(state.n_bytes),
+            ]
+        )
+    rows.append(["total", "", "", "", "", "", str(owned.total_bytes), human_bytes(owned.total_bytes)])
+    print(render_table(rows, numeric=(2, 6, 7)))
+    if artifact is not None:
+        print()
+        print(f"weights of layers {owned.layers}: {human_bytes(artifact.weight_bytes(owned.layers))}")
+
+
+def run(args: argparse.Namespace) -> int:
+    artifact = None if args.model == _BUILT_IN else Artifact.open(args.model)
+    hp = V4_FLASH if artifact is None else artifact.hp
+    if args.layers is None and args.ctx is None:
+        if args.json:
+            print(json.dumps(_model_object(args.model, hp, artifact)))
+        else:
+            _print_model(args.model, hp, artifact)
+        return 0
+    layers = hp.whole if args.layers is None else LayerRange.parse(args.layers)
+    ctx = _DEFAULT_CTX if args.ctx is None else args.ctx
+    owned = state_map(hp, layers, ContextShape(ctx, args.ubatch, args.sessions, args.type_k))
+    if args.json:
+        print(json.dumps(_map_object(args.model, owned, artifact)))
+    else:
+        _print_map(args.model, owned, artifact)
+    return 0

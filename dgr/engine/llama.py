@@ -1,0 +1,280 @@
+"""The V4 adapter: one native llama.cpp stage behind :class:`~dgr.engine.base.ShardEngine`."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from attrs import evolve
+
+from dgr.engine.base import (
+    ComponentFrontier,
+    ContextParams,
+    EngineDescription,
+    Frontier,
+    LogitsWanted,
+    MemoryReport,
+    Numerics,
+    Output,
+    SamplingParams,
+    TopLogprob,
+    Work,
+)
+from dgr.engine.native import Native, default_native, kernel_fingerprint
+from dgr.engine.numerics import require_certified
+from dgr.errors import EngineError, InputError
+from dgr.model.artifact import Artifact
+from dgr.model.route import LayerRange
+from dgr.model.state_map import Component
+from dgr.model.v4 import ARCHITECTURE
+
+__all__ = ["ADAPTER", "LlamaEngine", "draw_seed"]
+
+#: Name and version of this adapter; grows when its behaviour towards other stages changes.
+ADAPTER = "llama-v4/1"
+
+#: ggml_type of the K cache types the shim knows.
+_TYPE_K = {"f32": 0, "f16": 1, "q8_0": 8}
+
+
+def draw_seed(seed: int, position: int, choice: int) -> int:
+    """The 32-bit seed of one draw: a hash of (seed, position, choice), never 0xFFFFFFFF, which llama.cpp takes as random."""
+    text = f"{seed}:{position}:{choice}".encode()
+    value = int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "little")
+    return value if value != 0xFFFFFFFF else 0
+
+
+class LlamaEngine:
+    """One native stage. See :class:`~dgr.engine.base.ShardEngine` for the methods."""
+
+    inline = False
+
+    def __init__(
+        self,
+        model: str | Path | Artifact,
+        layers: LayerRange | None = None,
+        context: ContextParams | None = None,
+        *,
+        threads: int = 1,
+        mmap: bool = False,
+        check_tensors: bool = False,
+        native: Native | None = None,
+        certified_only: bool = True,
+    ) -> None:
+        """Load the layers' tensors (all layers by default) and allocate their state.
+
+        ``threads``: compute threads; more than the free cores is hundreds of times slower (ggml spins).
+        ``certified_only``: with exact numerics, refuse types that the invariance suite has not passed here; only the
+        suite itself turns this off. Raises :class:`~dgr.errors.ArtifactError`, :class:`~dgr.errors.NumericsRefused`,
+        :class:`~dgr.errors.InputError`.
+        """
+        artifact = model if isinstance(model, Artifact) else Artifact.open(model)
+        context = context or ContextParams()
+        n_layers = artifact.hp.n_layers
+        layers = layers or LayerRange(0, n_layers)
+        artifact.hp.check_range(layers)
+        artifact.check(layers)
+        if context.type_k not in _TYPE_K:
+            raise InputError(f"K-cache type {context.type_k!r} is not known; choose one of {', '.join(_TYPE_K)}")
+        if certified_only and context.numerics is Numerics.EXACT:
+            require_certified((kind.label for kind in artifact.matrix_types(layers)), context.type_k)
+        self._native = native or default_native()
+        self._stage = self._open(artifact.file.path, layers, context, threads, mmap, check_tensors)
+        self._info = self._read_info()
+        context = evolve(
+            context,
+            n_ctx=self._info.n_ctx_seq,
+            n_batch=self._info.n_batch,
+            n_ubatch=self._info.n_ubatch,
+        )
+        self._memory = self._read_memory()
+        self._description = EngineDescription(
+            adapter=ADAPTER,
+            architecture=ARCHITECTURE,
+            artifact=artifact.identity,
+            layers=layers,
+            n_layers=n_layers,
+            n_vocab=self._info.n_vocab,
+            width_in=self._info.width_in,
+            width_out=self._info.width_out,
+            token_sideband=True,
+            context=context,
+            kernel_fingerprint=kernel_fingerprint(),
+            components=tuple(name for name, size in self._memory.state.items() if size),
+            capabilities={"decode": "executable", "mtp": "reserved"},
+        )
+
+    def _open(
+        self, path: Path, layers: LayerRange, context: ContextParams, threads: int, mmap: bool, check_tensors: bool
+    ) -> Any:
+        ffi, lib = self._native.ffi, self._native.lib
+        params = ffi.new("dgr_stage_params *", lib.dgr_stage_params_default())
+        params.layer_begin, params.layer_end = layers.begin, layers.end
+        for name in ("n_ctx", "n_batch", "n_ubatch", "n_seq_max"):
+            value = getattr(context, name)
+            if not 0 < value <= 2**31 - 1:
+                raise InputError(f"{name} is {value}; give a number from 1 to {2**31 - 1}")
+            setattr(params, name, value)
+        params.n_threads = threads
+        params.type_k = _TYPE_K[context.type_k]
+        params.flash_attn = context.flash_attn
+        params.exact = context.numerics is Numerics.EXACT
+        params.use_mmap = mmap
+        params.check_tensors = check_tensors
+        out = ffi.new("dgr_stage **")
+        self._native.check(lib.dgr_stage_open(str(path).encode(), params, out), f"stage {layers} of {path}")
+        return out[0]
+
+    def _read_info(self) -> Any:
+        info = self._native.ffi.new("dgr_stage_info *")
+        self._native.check(self._native.lib.dgr_stage_info_get(self._handle, info), "stage info")
+        return info
+
+    def _read_memory(self) -> MemoryReport:
+        state = {component.value: int(self._info.state_bytes[i]) for i, component in enumerate(Component)}
+        return MemoryReport(
+            weights=int(self._info.weight_bytes),
+            compute=int(self._info.compute_bytes) + int(self._info.output_bytes),
+            state=state,
+        )
+
+    @property
+    def _handle(self) -> Any:
+        if self._stage is None:
+            raise EngineError("the stage was stopped; open another one")
+        return self._stage
+
+    def describe(self) -> EngineDescription:
+        return self._description
+
+    def memory(self) -> MemoryReport:
+        return self._memory
+
+    def run(self, batch: Sequence[Work]) -> list[Output]:
+        ffi, lib = self._native.ffi, self._native.lib
+        about = self._description
+        n_tokens = sum(len(work.tokens) for work in batch)
+        tokens = ffi.new("int32_t[]", [token for work in batch for token in work.tokens])
+        positions = ffi.new(
+            "int32_t[]", [position for work in batch for position in range(work.position, work.position + len(work.tokens))]
+        )
+        slots = ffi.new("int32_t[]", [work.slot for work in batch for _ in work.tokens])
+        wanted = [self._rows_wanted(work) for work in batch]
+        want_logits = bytearray(n_tokens)
+        first = 0
+        for work, rows in zip(batch, wanted, strict=True):
+            first += len(work.tokens)
+            want_logits[first - rows : first] = b"\1" * rows
+        residual_out = bytearray(4 * n_tokens * about.width_out)
+        logits_out = bytearray(4 * sum(wanted) * about.n_vocab)
+        row_finite = bytearray(n_tokens)
+        run = ffi.new("dgr_run *")
+        run.n_tokens = n_tokens
+        run.tokens, run.positions, run.slots = tokens, positions, slots
+        # Every buffer below is held by a local name until the call returns.
+        residual_in = self._residual_in(batch)
+        keep = [ffi.from_buffer(buffer) for buffer in (want_logits, row_finite, residual_out, logits_out, residual_in)]
+        run.want_logits, run.row_finite = ffi.cast("uint8_t *", keep[0]), ffi.cast("uint8_t *", keep[1])
+        run.residual_out = ffi.cast("float *", keep[2]) if residual_out else ffi.NULL
+        run.logits_out = ffi.cast("float *", keep[3]) if logits_out else ffi.NULL
+        run.residual_in = ffi.cast("float *", keep[4]) if residual_in else ffi.NULL
+        self._native.check(lib.dgr_stage_run(self._handle, run), f"stage {about.layers}")
+        return self._outputs(batch, wanted, residual_out, logits_out, row_finite)
+
+    def _rows_wanted(self, work: Work) -> int:
+        if not self._description.is_tail:
+            return 0
+        return {LogitsWanted.NONE: 0, LogitsWanted.LAST: 1, LogitsWanted.ALL: len(work.tokens)}[work.logits]
+
+    def _residual_in(self, batch: Sequence[Work]) -> bytes | memoryview:
+        """The batch's residual, end to end; copied only when several sessions are merged."""
+        width = self._description.width_in
+        parts = []
+        for work in batch:
+            given = 0 if work.residual is None else memoryview(work.residual).nbytes
+            if given != 4 * width * len(work.tokens):
+                raise InputError(
+                    f"slot {work.slot} came with a residual of {given} bytes; stage {self._description.layers} takes"
+                    f" {len(work.tokens)} x {width} float32 = {4 * width * len(work.tokens)} bytes"
+                )
+            if work.residual is not None:
+                parts.append(work.residual)
+        if not parts:
+            return b""
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _outputs(
+        self, batch: Sequence[Work], wanted: Sequence[int], residual: bytearray, logits: bytearray, finite: bytearray
+    ) -> list[Output]:
+        row_out, row_logits = 4 * self._description.width_out, 4 * self._description.n_vocab
+        residual_view, logits_view = memoryview(residual), memoryview(logits)
+        outputs, token, row = [], 0, 0
+        for work, rows in zip(batch, wanted, strict=True):
+            end = token + len(work.tokens)
+            outputs.append(
+                Output(
+                    slot=work.slot,
+                    residual=residual_view[token * row_out : end * row_out] if row_out else None,
+                    logits=logits_view[row * row_logits : (row + rows) * row_logits] if rows else None,
+                    finite=all(finite[token:end]),
+                )
+            )
+            token, row = end, row + rows
+        return outputs
+
+    def position(self, slot: int) -> int:
+        out = self._native.ffi.new("int32_t *")
+        self._native.check(self._native.lib.dgr_stage_position(self._handle, slot, out), f"position of slot {slot}")
+        return int(out[0])
+
+    def close(self, slot: int) -> None:
+        self._native.check(self._native.lib.dgr_stage_clear(self._handle, slot), f"clearing slot {slot}")
+
+    def sample(
+        self, logits: memoryview | bytes, history: Sequence[int], params: SamplingParams
+    ) -> tuple[int, tuple[TopLogprob, ...]]:
+        ffi, lib = self._native.ffi, self._native.lib
+        row = memoryview(logits)[-4 * self._description.n_vocab :]
+        p = ffi.new("dgr_sample_params *")
+        p.temperature, p.top_k, p.top_p, p.min_p = params.temperature, params.top_k, params.top_p, params.min_p
+        p.repeat_penalty, p.frequency_penalty = params.repeat_penalty, params.frequency_penalty
+        p.presence_penalty, p.penalty_last_n = params.presence_penalty, params.penalty_last_n
+        p.seed = draw_seed(params.seed, len(history), params.choice)
+        p.n_top = n_top = params.top_logprobs
+        token = ffi.new("int32_t *")
+        top_tokens, top_logprobs = ffi.new("int32_t[]", max(1, n_top)), ffi.new("float[]", max(1, n_top))
+        ids = ffi.new("int32_t[]", list(history)) if history else ffi.NULL
+        values = ffi.cast("float *", ffi.from_buffer(row))
+        self._native.check(
+            lib.dgr_sample(values, self._description.n_vocab, ids, len(history), p, token, top_tokens, top_logprobs),
+            "sampling",
+        )
+        return int(token[0]), tuple(TopLogprob(int(top_tokens[i]), float(top_logprobs[i])) for i in range(n_top))
+
+    def frontier(self, slot: int) -> Frontier:
+        out = self._native.ffi.new("dgr_frontier *")
+        self._native.check(self._native.lib.dgr_stage_frontier(self._handle, slot, out), f"frontier of slot {slot}")
+        components = tuple(
+            ComponentFrontier(
+                name=component.value,
+                n_layers=part.n_layers,
+                capacity=part.capacity,
+                rows_min=part.rows_min,
+                rows_max=part.rows_max,
+                digest=bytes(part.digest).hex(),
+            )
+            for component, part in zip(Component, out.components, strict=True)
+            if part.n_layers
+        )
+        return Frontier(int(out.position), components)
+
+    def abort(self) -> None:
+        if self._stage is not None:
+            self._native.lib.dgr_stage_abort(self._stage)
+
+    def stop(self) -> None:
+        if self._stage is not None:
+            self._native.lib.dgr_stage_close(self._stage)
+            self._stage = None

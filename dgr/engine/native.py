@@ -1,0 +1,84 @@
+"""The loaded extension: status codes into exceptions, upstream's log into :mod:`logging`."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import logging
+from functools import lru_cache
+from typing import Any
+
+from dgr.errors import (
+    ArtifactError,
+    BudgetExceeded,
+    ContextLimitExceeded,
+    DgrError,
+    EngineError,
+    InputError,
+    NonFinite,
+)
+
+__all__ = ["Native", "build_info", "default_native", "kernel_fingerprint"]
+
+_log = logging.getLogger("dgr.llama_cpp")
+
+# ggml_log_level: 1 debug, 2 info, 3 warn, 4 error (5 continues a line and is folded in by the shim).
+_LEVELS = {1: logging.DEBUG, 2: logging.DEBUG, 3: logging.INFO, 4: logging.WARNING}
+
+
+class Native:
+    """A cffi extension that offers ``dgr_native.h``: the product's, or the test one, a second link of the same code."""
+
+    def __init__(self, module: Any) -> None:
+        self.ffi = module.ffi
+        self.lib = module.lib
+
+        @self.ffi.def_extern("dgr_py_log")  # type: ignore[untyped-decorator]
+        def on_line(level: int, text: Any) -> None:
+            line = self.ffi.string(text).decode("utf-8", "replace")
+            _log.log(_LEVELS.get(level, logging.DEBUG), "%s", line)
+
+        self.lib.dgr_log_set(self.lib.dgr_py_log)
+
+    def check(self, status: int, what: str) -> None:
+        """Raise the exception that a dgr_status means."""
+        if status == self.lib.DGR_OK:
+            return
+        message = self.ffi.string(self.lib.dgr_last_error()).decode("utf-8", "replace")
+        raise self._error(status)(f"{what}: {message}")
+
+    def _error(self, status: int) -> type[DgrError]:
+        lib = self.lib
+        return {
+            lib.DGR_ERR_ARGUMENT: InputError,
+            lib.DGR_ERR_LOAD: ArtifactError,
+            lib.DGR_ERR_MEMORY: BudgetExceeded,
+            lib.DGR_ERR_FULL: ContextLimitExceeded,
+            lib.DGR_ERR_NON_FINITE: NonFinite,
+        }.get(status, EngineError)
+
+
+@lru_cache(maxsize=1)
+def default_native() -> Native:
+    """The extension the product runs on."""
+    return Native(importlib.import_module("dgr.engine._native"))
+
+
+@lru_cache(maxsize=1)
+def build_info() -> dict[str, Any]:
+    """llama.cpp commit, patch digest, compiler, flags and CPU features of the extension."""
+    native = default_native()
+    info: dict[str, Any] = json.loads(native.ffi.string(native.lib.dgr_build_info()).decode())
+    return info
+
+
+@lru_cache(maxsize=1)
+def kernel_fingerprint() -> str:
+    """Hex digest of build info and of a fixed probe graph's output: equal digests, equal bits in exact numerics."""
+    native = default_native()
+    out = native.ffi.new("char[33]")
+    native.check(native.lib.dgr_kernel_probe(out, 33), "kernel probe")
+    probe = native.ffi.string(out).decode()
+    facts = json.dumps(build_info(), sort_keys=True)
+    return hashlib.blake2b(f"{probe}\n{facts}".encode(), digest_size=16).hexdigest()

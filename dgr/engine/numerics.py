@@ -1,0 +1,81 @@
+"""Which weight and K-cache types are exact on this machine, as the invariance suite found.
+
+``dgr selftest numerics`` runs the suite and records its verdict under the kernel fingerprint. Exact numerics run only with
+types the record names: a kernel that nobody tested here is not promised.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from dgr.engine.native import kernel_fingerprint
+from dgr.errors import NumericsRefused
+
+__all__ = ["Certificate", "cache_dir", "load_certificate", "record_certificate", "require_certified"]
+
+
+class Certificate(msgspec.Struct, frozen=True):
+    """The suite's verdict for one kernel fingerprint."""
+
+    fingerprint: str
+    #: Weight types whose results do not depend on split, chunk, batch or threads.
+    weight_types: tuple[str, ...]
+    #: Likewise K-cache types.
+    k_types: tuple[str, ...]
+    #: Types that failed, with what differed.
+    failures: dict[str, str] = {}
+
+
+def cache_dir() -> Path:
+    """Where dgr keeps what is slow to make again: ``DGR_CACHE_DIR``, else ``XDG_CACHE_HOME/dgr``, else ``~/.cache/dgr``."""
+    if chosen := os.environ.get("DGR_CACHE_DIR"):
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dgr"
+
+
+def _path(fingerprint: str) -> Path:
+    return cache_dir() / "numerics" / f"{fingerprint}.json"
+
+
+def load_certificate(fingerprint: str | None = None) -> Certificate | None:
+    """The recorded verdict for this machine's kernels; None when the suite has not run (or its record is damaged)."""
+    fingerprint = fingerprint or kernel_fingerprint()
+    try:
+        certificate = msgspec.json.decode(_path(fingerprint).read_bytes(), type=Certificate)
+    except (FileNotFoundError, msgspec.DecodeError):
+        return None
+    return certificate if certificate.fingerprint == fingerprint else None
+
+
+def record_certificate(certificate: Certificate) -> Path:
+    """Keep a verdict; gives the file's path."""
+    path = _path(certificate.fingerprint)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(f".{os.getpid()}.part")
+    part.write_bytes(msgspec.json.format(msgspec.json.encode(certificate), indent=2) + b"\n")
+    part.replace(path)
+    return path
+
+
+def require_certified(weight_types: Iterable[str], type_k: str) -> None:
+    """Refuse types that are not known to be exact here, with the list of those that are."""
+    certificate = load_certificate()
+    if certificate is None:
+        raise NumericsRefused(
+            f"exact numerics have not been tested on these kernels (fingerprint {kernel_fingerprint()}); run"
+            " `dgr selftest numerics` once (about half a minute), or choose numerics = native"
+        )
+    if refused := sorted(set(weight_types) - set(certificate.weight_types)):
+        raise NumericsRefused(
+            f"weight types {', '.join(refused)} are not exact on this machine; exact are"
+            f" {', '.join(certificate.weight_types) or 'none'} (dgr selftest numerics); use such weights, or numerics = native"
+        )
+    if type_k not in certificate.k_types:
+        raise NumericsRefused(
+            f"K-cache type {type_k} is not exact on this machine; exact are {', '.join(certificate.k_types) or 'none'}"
+            " (dgr selftest numerics); use one of them, or numerics = native"
+        )

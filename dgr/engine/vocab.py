@@ -1,0 +1,71 @@
+"""llama.cpp's tokenizer, loaded from a GGUF without its weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dgr.engine.native import default_native
+from dgr.errors import InvalidToken
+
+__all__ = ["LlamaVocabulary"]
+
+
+class LlamaVocabulary:
+    """Text to token ids and back. Not thread-safe; close it or use it as a context manager."""
+
+    def __init__(self, path: str | Path) -> None:
+        self._native = default_native()
+        out = self._native.ffi.new("dgr_vocab **")
+        self._native.check(self._native.lib.dgr_vocab_open(str(path).encode(), out), f"vocabulary of {path}")
+        self._vocab = out[0]
+        specials = self._native.ffi.new("int32_t[3]")
+        self._native.check(
+            self._native.lib.dgr_vocab_specials(self._vocab, specials, specials + 1, specials + 2), f"vocabulary of {path}"
+        )
+        self.n_vocab: int = specials[0]
+        self.bos: int | None = specials[1] if specials[1] >= 0 else None
+        self.eos: int | None = specials[2] if specials[2] >= 0 else None
+
+    def encode(self, text: str, *, add_special: bool = False, parse_special: bool = False) -> list[int]:
+        """Token ids of a text. ``add_special``: with the begin-of-text token, where the model has one."""
+        data = text.encode("utf-8")
+        ffi, lib = self._native.ffi, self._native.lib
+        # A byte is at least a token's worth; two more for specials. Asked again if that was too small.
+        room = len(data) + 2
+        while True:
+            tokens, n = ffi.new("int32_t[]", room), ffi.new("int32_t *")
+            self._native.check(
+                lib.dgr_vocab_tokenize(self._vocab, data, len(data), add_special, parse_special, tokens, room, n), "tokenize"
+            )
+            if n[0] <= room:
+                return list(ffi.unpack(tokens, n[0])) if n[0] else []
+            room = n[0]
+
+    def piece(self, token: int, *, special: bool = True) -> bytes:
+        """The bytes of one token; several tokens may make one UTF-8 character. Raises :class:`InvalidToken`."""
+        if not 0 <= token < self.n_vocab:
+            raise InvalidToken(f"token id {token} is outside the vocabulary of {self.n_vocab}")
+        ffi, lib = self._native.ffi, self._native.lib
+        room = 64
+        while True:
+            out, n = ffi.new("char[]", room), ffi.new("int32_t *")
+            self._native.check(lib.dgr_vocab_piece(self._vocab, token, special, out, room, n), "detokenize")
+            if n[0] <= room:
+                return bytes(ffi.buffer(out, n[0]))
+            room = n[0]
+
+    def decode(self, tokens: list[int]) -> str:
+        """The text of token ids; bytes that are no UTF-8 become U+FFFD."""
+        return b"".join(self.piece(token) for token in tokens).decode("utf-8", "replace")
+
+    def close(self) -> None:
+        """Free the tokenizer; idempotent."""
+        if self._vocab is not None:
+            self._native.lib.dgr_vocab_close(self._vocab)
+            self._vocab = None
+
+    def __enter__(self) -> LlamaVocabulary:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,151 @@
+"""Every error dgr raises on purpose, in one tree.
+
+Each message names the value, the limit it broke and the next step. The classes say *whose act* it was: an
+:class:`InputError` is the caller's, an :class:`ArtifactError` the file's, an :class:`EngineError` the native code's,
+a :class:`WireError` the link's or the peer's, a :class:`SessionError` the state's.
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "ArtifactError",
+    "BudgetExceeded",
+    "CacheMissed",
+    "ClosedError",
+    "ContextLimitExceeded",
+    "DeadlineExceeded",
+    "DgrError",
+    "EngineError",
+    "FrameError",
+    "InputError",
+    "InvalidLayerRange",
+    "InvalidRoute",
+    "InvalidToken",
+    "LinkBroken",
+    "NonFinite",
+    "NumericsRefused",
+    "Overloaded",
+    "PeerRefused",
+    "PrefillFailed",
+    "SessionBusy",
+    "SessionError",
+    "SessionLost",
+    "StaleEpochError",
+    "UnsupportedModel",
+    "WireError",
+]
+
+
+class DgrError(Exception):
+    """Root of the tree: catch this to catch everything dgr raises on purpose."""
+
+
+# --- the caller's act ------------------------------------------------------------------------------------------------
+
+
+class InputError(DgrError, ValueError):
+    """The caller gave a value that dgr refuses; nothing was changed."""
+
+
+class InvalidLayerRange(InputError):
+    """A layer range is empty, malformed or reaches beyond the model's last main layer."""
+
+
+class InvalidRoute(InputError):
+    """The layer ranges of a route do not cover the main layers exactly once, in order."""
+
+
+class InvalidToken(InputError):
+    """A token id lies outside the vocabulary."""
+
+
+class ContextLimitExceeded(InputError):
+    """Prompt plus history do not fit n_ctx; dgr never trims or shifts a prompt."""
+
+
+class NumericsRefused(InputError):
+    """Exact numerics were asked for with a weight or K-cache type that is not exact on this machine."""
+
+
+class BudgetExceeded(InputError):
+    """Weights, state and compute buffers do not fit the memory budget; the message shows the arithmetic."""
+
+
+class SessionBusy(InputError):
+    """A session was asked for a second generation while one is still running."""
+
+
+# --- the file's act --------------------------------------------------------------------------------------------------
+
+
+class ArtifactError(DgrError):
+    """A GGUF file is missing, truncated, malformed or lacks a tensor that the layer range needs."""
+
+
+class UnsupportedModel(ArtifactError):
+    """The GGUF is sound, but not a model this version runs (architecture, compress ratio, MTP execution, ...)."""
+
+
+# --- the native code's act -------------------------------------------------------------------------------------------
+
+
+class EngineError(DgrError):
+    """Native code failed; the sessions in the batch are lost on every stage."""
+
+
+class NonFinite(EngineError):
+    """NaN or Inf in a residual or in logits: ends one request, never the stage."""
+
+
+# --- the link's or the peer's act ------------------------------------------------------------------------------------
+
+
+class WireError(DgrError):
+    """Something went wrong on a link."""
+
+
+class FrameError(WireError):
+    """Bytes on a link are no frame of this schema, or break a negotiated limit."""
+
+
+class ClosedError(WireError):
+    """The link was closed on this side."""
+
+
+class LinkBroken(WireError):
+    """The link was closed or broken by the other side."""
+
+
+class PeerRefused(WireError):
+    """A stage refused a request; the message carries its reason."""
+
+
+class Overloaded(PeerRefused):
+    """A stage has no free sequence slot and no idle session to evict, or its inbox is full."""
+
+
+class DeadlineExceeded(WireError, TimeoutError):
+    """A stated deadline passed without an answer."""
+
+
+# --- the state's act -------------------------------------------------------------------------------------------------
+
+
+class SessionError(DgrError):
+    """A session cannot go on as it was."""
+
+
+class SessionLost(SessionError):
+    """The session's state is gone on at least one stage; a re-prefill would restore it."""
+
+
+class CacheMissed(SessionLost):
+    """A stage does not hold exactly the state that the frame expected."""
+
+
+class StaleEpochError(SessionError):
+    """The frame belongs to an epoch that is no longer the route session's own."""
+
+
+class PrefillFailed(SessionError):
+    """The transcript could not be re-prefilled within the bounded number of tries."""

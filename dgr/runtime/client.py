@@ -1,0 +1,453 @@
+"""A session as its pipeline sees it: the transcript, what the stages have committed of it, and generation.
+
+There is one way forward: :meth:`ClientSession._commit` brings every stage from what is committed to the end of the
+transcript and returns the answer to the last chunk. A first prefill, the next turn, a decode step and a re-prefill after
+any loss are the same call; only the number of tokens differs.
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import trio
+from attrs import frozen
+
+from dgr.engine.base import LogitsWanted, SamplingParams, TopLogprob
+from dgr.errors import (
+    ContextLimitExceeded,
+    DgrError,
+    InputError,
+    InvalidToken,
+    Overloaded,
+    PrefillFailed,
+    SessionBusy,
+    SessionError,
+    SessionLost,
+    WireError,
+)
+from dgr.model.prefix import PrefixDigest
+from dgr.runtime.answers import Answer, refused_request, refused_work
+from dgr.runtime.events import Cancelled, Prefilled, RePrefilled, StateLost
+from dgr.runtime.states import ClientEvent, ClientState, client_machine
+from dgr.wire import frames
+from dgr.wire.framing import Received
+
+if TYPE_CHECKING:
+    from dgr.runtime.pipeline import Pipeline
+
+__all__ = ["ClientSession", "GeneratedToken", "Generation"]
+
+
+@frozen
+class GeneratedToken:
+    """One token of an answer."""
+
+    id: int
+    #: Its place in the transcript, 0-based.
+    position: int
+    #: The text that became certain with this token (UTF-8 may be split over tokens); empty without a vocabulary.
+    text: str
+    top: tuple[TopLogprob, ...] = ()
+
+
+def _wire_sampling(params: SamplingParams) -> frames.Sampling:
+    return frames.Sampling(
+        params.temperature,
+        params.top_k,
+        params.top_p,
+        params.min_p,
+        params.repeat_penalty,
+        params.frequency_penalty,
+        params.presence_penalty,
+        params.penalty_last_n,
+        params.seed,
+        params.choice,
+        params.top_logprobs,
+    )
+
+
+@frozen
+class _Goal:
+    """What :meth:`ClientSession._commit` shall bring back."""
+
+    #: Rows of logits are wanted from this position on (``rows`` given), or a token after the last one (``sampling``).
+    rows_from: int | None = None
+    sampling: frames.Sampling | None = None
+    rows: Callable[[int, memoryview], None] | None = None
+
+    def chunks(self, begin: int, end: int, size: int) -> Iterator[tuple[int, int, LogitsWanted]]:
+        """Cut ``begin..end`` into chunks of at most ``size`` tokens, each with the logits it shall give."""
+        while begin < end:
+            until = min(begin + size, end)
+            if self.rows_from is not None and begin < self.rows_from:
+                until = min(until, self.rows_from)
+                yield begin, until, LogitsWanted.NONE
+            elif self.rows_from is not None:
+                yield begin, until, LogitsWanted.ALL
+            else:
+                yield begin, until, LogitsWanted.LAST if self.sampling and until == end else LogitsWanted.NONE
+            begin = until
+
+
+class ClientSession:
+    """One conversation. Made by :meth:`Pipeline.session`."""
+
+    def __init__(self, pipeline: Pipeline, session_id: int) -> None:
+        self.id = session_id
+        #: Every token of the conversation, prompt and answers.
+        self.transcript: list[int] = []
+        #: Tokens that every stage has committed.
+        self.committed = 0
+        self._pipeline = pipeline
+        self._machine = client_machine()
+        self._in_use = trio.Lock()
+        self._prefix = PrefixDigest()
+        self._outstanding: dict[int, Answer] = {}
+        self._next_seq = 1
+        self._epoch = -1
+        #: Why the next prefill starts from token 0 again; None when it does not.
+        self._lost_because: str | None = None
+
+    @property
+    def state(self) -> ClientState:
+        return self._machine.state
+
+    @property
+    def in_flight(self) -> int:
+        """Work frames sent and not answered yet."""
+        return len(self._outstanding)
+
+    # --- what people call ---
+
+    def generate(
+        self,
+        prompt: str | Sequence[int] = (),
+        *,
+        transcript: Sequence[int] | None = None,
+        max_tokens: int | None = None,
+        sampling: SamplingParams | None = None,
+        stop: Sequence[int] | None = None,
+    ) -> Generation:
+        """Take a turn: append ``prompt`` and iterate over the answer's tokens.
+
+        With ``transcript`` (the whole conversation, as a stateless API sends it) only what is new is prefilled; one
+        that diverges from what is committed is re-prefilled from token 0. ``stop``: token ids that end the answer
+        (default: the vocabulary's end-of-text). Raises :class:`ContextLimitExceeded`, :class:`InvalidToken`.
+        """
+        self._refuse_if_busy()
+        vocabulary = self._pipeline.vocabulary
+        if isinstance(prompt, str):
+            if vocabulary is None:
+                raise InputError("a text prompt needs a vocabulary; give token ids, or open the pipeline with one")
+            prompt = vocabulary.encode(prompt, add_special=not self.transcript and transcript is None)
+        if transcript is not None:
+            self._rewrite([*transcript, *prompt])
+        else:
+            self._rewrite([*self.transcript, *prompt])
+        if stop is None:
+            stop = () if vocabulary is None or vocabulary.eos is None else (vocabulary.eos,)
+        return Generation(self, sampling or SamplingParams(), max_tokens, frozenset(stop))
+
+    async def logits(self, tokens: Sequence[int], rows: Callable[[int, memoryview], None]) -> None:
+        """Append ``tokens`` and hand each chunk's rows of logits to ``rows(position, values)``.
+
+        ``values`` are little-endian float32, ``n_vocab`` a row, the first row being that of ``position``. After a loss
+        in mid-way rows may come again, with the same bits.
+        """
+        self._refuse_if_busy()
+        rows_from = len(self.transcript)
+        self._rewrite([*self.transcript, *tokens])
+        if tokens:
+            await self._commit(_Goal(rows_from=rows_from, rows=rows))
+
+    async def prefill(self, tokens: Sequence[int]) -> None:
+        """Append ``tokens`` and commit them on every stage, without an answer."""
+        self._refuse_if_busy()
+        self._rewrite([*self.transcript, *tokens])
+        if self.committed < len(self.transcript):
+            await self._commit(_Goal())
+
+    async def frontier(self) -> dict[str, frames.Frontier]:
+        """Where the session stands on every stage: address -> counts and digests per component."""
+        async with self._use():
+            await self._pipeline.wait_live()
+            await self._settle()
+            answers = await self._ask(frames.Probe)
+        result = {}
+        for address, frame in answers:
+            if not isinstance(frame, frames.Frontier):
+                raise refused_request(address, frame)
+            result[address] = frame
+        return result
+
+    # --- transcript ---
+
+    def _rewrite(self, transcript: list[int]) -> None:
+        """Set the transcript; refuse what the model cannot take, before anything is changed."""
+        n_vocab, n_ctx = self._pipeline.n_vocab, self._pipeline.context.n_ctx
+        for position, token in enumerate(transcript):
+            if not 0 <= token < n_vocab:
+                raise InvalidToken(f"token id {token} at position {position} is outside the vocabulary of {n_vocab}")
+        if len(transcript) > n_ctx:
+            raise ContextLimitExceeded(
+                f"the prompt and its history are {len(transcript)} tokens (n_prompt), the context holds {n_ctx} (n_ctx);"
+                " shorten the prompt or load the stages with a larger n_ctx"
+            )
+        sent = self._prefix.position
+        if transcript[:sent] != self.transcript[:sent]:
+            self.lose("diverged")
+        self.transcript = transcript
+
+    def _refuse_if_busy(self) -> None:
+        if self.state is ClientState.CLOSED:
+            raise SessionError(f"session {self.id} is closed; open another one")
+        if self._in_use.locked():
+            raise SessionBusy(f"session {self.id} is answering already; finish or drop that generation first")
+
+    # --- the one way forward ---
+
+    async def next_token(self, params: SamplingParams) -> frames.Token:
+        """Commit the transcript and draw the token after it; the transcript grows by it."""
+        self._refuse_if_busy()
+        received = await self._commit(_Goal(sampling=_wire_sampling(params)))
+        assert isinstance(received.frame, frames.Token)
+        self.transcript.append(received.frame.token)
+        return received.frame
+
+    async def _commit(self, goal: _Goal) -> Received:
+        """Bring every stage to the end of the transcript; re-prefill after a loss, a bounded number of times."""
+        async with self._use():
+            tries = 0
+            while True:
+                await self._pipeline.wait_live()
+                try:
+                    await self._settle(goal)
+                    return await self._run(goal)
+                except Overloaded:
+                    raise
+                except (SessionLost, WireError) as error:
+                    self.lose(str(error))
+                    tries += 1
+                    if tries > self._pipeline.retries:
+                        raise PrefillFailed(
+                            f"session {self.id} was lost {tries} times while {len(self.transcript)} tokens were being"
+                            f" committed; the last time: {error}"
+                        ) from error
+                except DgrError as error:
+                    self.lose(str(error))
+                    raise
+
+    def _use(self) -> trio.Lock:
+        self._refuse_if_busy()
+        return self._in_use
+
+    async def _settle(self, goal: _Goal | None = None) -> None:
+        """Reach READY: drain what was cancelled, drop what was lost, open what is not open."""
+        if self.state is ClientState.DRAINING:
+            await self._drain()
+        if goal is not None and self.committed == len(self.transcript) and self.state is ClientState.READY:
+            # Every token is committed but the answer to the last one was given up: its logits are gone.
+            self.lose("the last answer was cancelled")
+        if self.state is ClientState.LOST:
+            await self._drop()
+        if self.state is ClientState.COLD:
+            await self._open()
+
+    async def _run(self, goal: _Goal) -> Received:
+        """Send the chunks back to back, so that all stages work at once; take the answers in order."""
+        pipeline, began = self._pipeline, trio.current_time()
+        first, end = self.committed, len(self.transcript)
+        if self._prefix.position != first:
+            self._prefix = PrefixDigest(self.transcript[:first])
+        chunks = goal.chunks(first, end, pipeline.chunk)
+        following = next(chunks, None)
+        received: Received | None = None
+        try:
+            while following is not None or self._outstanding:
+                while following is not None and len(self._outstanding) < pipeline.window:
+                    self._send(*following, goal)
+                    following = next(chunks, None)
+                seq, answer = next(iter(self._outstanding.items()))
+                received = await answer.wait(pipeline.timeouts.reply, f"work frame {seq} of session {self.id}")
+                del self._outstanding[seq]
+                self._accept(received, goal)
+        except trio.Cancelled:
+            self._cancel()
+            raise
+        assert received is not None
+        self._machine.fire(ClientEvent.ANSWERED)
+        self._report(end - first, trio.current_time() - began)
+        return received
+
+    def _send(self, begin: int, end: int, logits: LogitsWanted, goal: _Goal) -> None:
+        tokens = tuple(self.transcript[begin:end])
+        seq = self._next_seq
+        frame = frames.Tokens(
+            key=self._pipeline.key(self.id),
+            seq=seq,
+            expect=frames.Expectation(begin, self._prefix.digest()),
+            tokens=tokens,
+            logits=logits.value,
+            sampling=goal.sampling if logits is LogitsWanted.LAST else None,
+        )
+        self._pipeline.head.send_nowait(frame)
+        self._next_seq += 1
+        self._outstanding[seq] = Answer()
+        self._prefix.extend(tokens)
+        self._machine.fire(ClientEvent.SEND)
+
+    def _accept(self, received: Received, goal: _Goal) -> None:
+        match received.frame:
+            case frames.Advanced() | frames.Token():
+                return
+            case frames.Logits() as frame if goal.rows is not None and received.payload is not None:
+                goal.rows(frame.position - frame.n_rows, received.payload)
+            case frame:
+                raise refused_work(frame)
+
+    def _report(self, tokens: int, seconds: float) -> None:
+        if self._lost_because is not None:
+            self._pipeline.emit(RePrefilled(self.id, self._lost_because, tokens, seconds))
+            self._lost_because = None
+        elif tokens > 1:
+            self._pipeline.emit(Prefilled(self.id, tokens, seconds))
+
+    def on_answer(self, seq: int, received: Received) -> None:
+        """From the reader of a control link. Answers to work given up are only counted."""
+        answer = self._outstanding.get(seq)
+        if answer is None:
+            return
+        if isinstance(received.frame, frames.Advanced | frames.Token | frames.Logits):
+            self.committed = max(self.committed, received.frame.position)
+        answer.set(received)
+
+    # --- cancelling and losing ---
+
+    def _cancel(self) -> None:
+        """The caller gave up: start nothing new; what is in flight drains and the session is kept."""
+        if not self._outstanding or self.state is not ClientState.WORKING:
+            return
+        try:
+            self._pipeline.head.send_nowait(frames.Cancel(self._pipeline.key(self.id), self._next_seq - 1))
+        except WireError as error:
+            self.lose(str(error))
+        else:
+            self._machine.fire(ClientEvent.CANCEL)
+
+    async def _drain(self) -> None:
+        """Take the answers to cancelled work; the session then stands where the last committed chunk ended."""
+        try:
+            while self._outstanding:
+                seq, answer = next(iter(self._outstanding.items()))
+                received = await answer.wait(self._pipeline.timeouts.reply, f"cancelled work frame {seq}")
+                del self._outstanding[seq]
+                if not isinstance(received.frame, frames.Cancelled | frames.Advanced | frames.Token | frames.Logits):
+                    raise refused_work(received.frame)
+        except DgrError as error:
+            self.lose(str(error))
+            return
+        self._prefix = PrefixDigest(self.transcript[: self.committed])
+        self._machine.fire(ClientEvent.ANSWERED)
+        self._pipeline.emit(Cancelled(self.id, self.committed))
+
+    def lose(self, reason: str) -> None:
+        """State is lost on at least one stage: forget what is committed; the next use re-prefills."""
+        if self.state in (ClientState.CLOSED, ClientState.LOST):
+            return
+        if self.state is ClientState.COLD:
+            return  # no stage holds anything
+        self._machine.fire(ClientEvent.LOSE)
+        if self._lost_because is None:
+            self._lost_because = reason
+        self.committed = 0
+        self._prefix = PrefixDigest()
+        for answer in self._outstanding.values():
+            answer.set(SessionLost(reason))
+        self._outstanding = {}
+        self._pipeline.emit(StateLost(self.id, reason))
+
+    async def _ask(self, request: type[frames.Open | frames.Close | frames.Probe]) -> list[tuple[str, frames.Frame]]:
+        seq = self._next_seq
+        self._next_seq += 1
+        return await self._pipeline.ask_all(request(self._pipeline.key(self.id), seq))
+
+    async def _drop(self) -> None:
+        """Drop what any stage still holds; a route change has done so already."""
+        if self._epoch == self._pipeline.epoch:
+            await self._ask(frames.Close)
+        self._machine.fire(ClientEvent.DROPPED)
+
+    async def _open(self) -> None:
+        """Lease a slot on every stage."""
+        self._epoch = self._pipeline.epoch
+        try:
+            for address, frame in await self._ask(frames.Open):
+                if not isinstance(frame, frames.Opened):
+                    raise refused_request(address, frame)
+            if self._epoch != self._pipeline.epoch:
+                raise SessionLost("the route changed while the session was being opened")
+        except BaseException:
+            # Some stages may have leased a slot: they are told to drop it before the next try.
+            self._machine.fire(ClientEvent.LOSE)
+            raise
+        self._machine.fire(ClientEvent.OPENED)
+
+    async def aclose(self) -> None:
+        """Drop the session's state on every stage."""
+        if self.state is ClientState.CLOSED:
+            return
+        held = self.state is not ClientState.COLD and self._epoch == self._pipeline.epoch
+        self._machine.fire(ClientEvent.CLOSE)
+        for answer in self._outstanding.values():
+            answer.set(SessionLost("the session was closed"))
+        self._outstanding = {}
+        if held:
+            try:
+                await self._ask(frames.Close)
+            except WireError:
+                # A stage that cannot be reached drops the session when its control link ends.
+                return
+
+
+class Generation:
+    """The tokens of one answer, drawn as they are asked for: between two of them nothing is in flight.
+
+    Dropping it, or cancelling a wait in it, keeps the session. ``finish_reason`` is set at the end: ``stop``,
+    ``length`` or ``context``.
+    """
+
+    def __init__(
+        self, session: ClientSession, params: SamplingParams, max_tokens: int | None, stop: frozenset[int]
+    ) -> None:
+        self.finish_reason: str | None = None
+        self._session = session
+        self._params = params
+        self._left = max_tokens
+        self._stop = stop
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def __aiter__(self) -> Generation:
+        return self
+
+    async def __anext__(self) -> GeneratedToken:
+        session = self._session
+        if self.finish_reason is None and self._left == 0:
+            self.finish_reason = "length"
+        if self.finish_reason is None and len(session.transcript) >= session._pipeline.context.n_ctx + 1:
+            self.finish_reason = "context"
+        if self.finish_reason is not None:
+            raise StopAsyncIteration
+        frame = await session.next_token(self._params)
+        if frame.token in self._stop:
+            self.finish_reason = "stop"
+            raise StopAsyncIteration
+        if self._left is not None:
+            self._left -= 1
+        top = tuple(TopLogprob(token, logprob) for token, logprob in frame.top)
+        return GeneratedToken(frame.token, frame.position, self._text(frame.token), top)
+
+    def _text(self, token: int) -> str:
+        vocabulary = self._session._pipeline.vocabulary
+        return "" if vocabulary is None else self._decoder.decode(vocabulary.piece(token), final=self._left == 0)

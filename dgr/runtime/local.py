@@ -1,0 +1,207 @@
+"""Stages in this process: shards by name, joined by memory links that carry the same encoded frames as any other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import trio
+from attrs import frozen
+
+from dgr.engine.base import ContextParams, EngineDescription, ShardEngine
+from dgr.engine.llama import LlamaEngine
+from dgr.engine.vocab import LlamaVocabulary
+from dgr.errors import LinkBroken
+from dgr.model.artifact import Artifact
+from dgr.model.route import LayerRange, Route, StageRef, parse_split
+from dgr.runtime.pipeline import Pipeline, Timeouts, open_pipeline_on
+from dgr.runtime.shard import Shard, limits_of, open_shard
+from dgr.wire.links import Link, memory_transports, open_link
+from dgr.wire.nurseries import open_nursery
+
+__all__ = ["LocalCluster", "ShardPolicy", "load_engines", "open_cluster", "open_pipeline"]
+
+
+@frozen
+class ShardPolicy:
+    """How a shard treats its sessions."""
+
+    #: Seconds after which an idle session is dropped.
+    time_to_live: float = math.inf
+    #: Bytes of weights, state and compute buffers a stage may take; None: whatever it takes.
+    memory_budget: int | None = None
+
+
+class LocalCluster:
+    """Named shards in one process. Made by :func:`open_cluster`."""
+
+    def __init__(self, nursery: trio.Nursery) -> None:
+        self._nursery = nursery
+        self._shards: dict[str, Shard] = {}
+        self._scopes: dict[str, trio.CancelScope] = {}
+        self._boundaries: dict[tuple[str, str], Link] = {}
+
+    @property
+    def shards(self) -> Mapping[str, Shard]:
+        return self._shards
+
+    async def start(self, name: str, engine: ShardEngine, policy: ShardPolicy | None = None) -> Shard:
+        """Start a shard on an engine. The engine is stopped with the shard."""
+        return await self._nursery.start(self._run, name, engine, policy or ShardPolicy())  # type: ignore[no-any-return]
+
+    async def _run(
+        self,
+        name: str,
+        engine: ShardEngine,
+        policy: ShardPolicy,
+        *,
+        task_status: trio.TaskStatus[Shard] = trio.TASK_STATUS_IGNORED,
+    ) -> None:
+        async def dial(address: str) -> Link:
+            return await self._dial(name, address)
+
+        with trio.CancelScope() as scope:
+            try:
+                async with open_shard(
+                    engine, dial, name=name, time_to_live=policy.time_to_live, memory_budget=policy.memory_budget
+                ) as shard:
+                    self._shards[name], self._scopes[name] = shard, scope
+                    task_status.started(shard)
+                    await trio.sleep_forever()
+            finally:
+                self._shards.pop(name, None)
+                self._scopes.pop(name, None)
+                self._boundaries = {pair: link for pair, link in self._boundaries.items() if name not in pair}
+                engine.stop()
+
+    def stop(self, name: str) -> None:
+        """End a shard as a crash would: its links close, its state is gone."""
+        self._scopes[name].cancel()
+
+    async def _dial(self, source: str, target: str) -> Link:
+        """The boundary link from one shard to another, made at first use."""
+        link = self._boundaries.get((source, target))
+        if link is None:
+            link = await self._nursery.start(self._join, source, target)
+            self._boundaries[source, target] = link
+        return link
+
+    async def _join(
+        self, source: str, target: str, *, task_status: trio.TaskStatus[Link] = trio.TASK_STATUS_IGNORED
+    ) -> None:
+        before, after = self._shards[source], self._get(target)
+        near, far = memory_transports()
+        async with (
+            open_link(far, limits_of(after.description), name=f"{target}<-{source}") as arriving,
+            open_link(near, limits_of(before.description), name=f"{source}->{target}") as leaving,
+        ):
+            after.start_soon(after.serve_boundary, arriving)
+            task_status.started(leaving)
+            async for _ in leaving:  # nothing comes back on a boundary link; this waits for its end
+                raise LinkBroken(f"a frame came back on {leaving.name}")
+
+    def _get(self, name: str) -> Shard:
+        shard = self._shards.get(name)
+        if shard is None:
+            raise LinkBroken(f"no stage {name!r} runs here; running: {', '.join(self._shards) or 'none'}")
+        return shard
+
+    @asynccontextmanager
+    async def connect(self, address: str) -> AsyncIterator[tuple[Link, EngineDescription]]:
+        """A control link to a shard; the :class:`~dgr.runtime.pipeline.Connector` of this process."""
+        shard = self._get(address)
+        limits = limits_of(shard.description)
+        near, far = memory_transports()
+        async with (
+            open_link(far, limits, name=f"{address}<-pipeline") as arriving,
+            open_link(near, limits, name=f"pipeline->{address}") as leaving,
+        ):
+            shard.start_soon(shard.serve_control, arriving)
+            yield leaving, shard.description
+
+
+@asynccontextmanager
+async def open_cluster() -> AsyncIterator[LocalCluster]:
+    """A place for shards in this process; leaving the block ends them and stops their engines."""
+    async with open_nursery() as nursery:
+        try:
+            yield LocalCluster(nursery)
+        finally:
+            nursery.cancel_scope.cancel()
+
+
+async def load_engines(
+    model: str | Path | Artifact,
+    ranges: Sequence[LayerRange],
+    context: ContextParams,
+    *,
+    threads: int = 1,
+    mmap: bool = False,
+) -> list[LlamaEngine]:
+    """Load one engine per range, side by side; when one fails, none stays behind."""
+    artifact = model if isinstance(model, Artifact) else await trio.to_thread.run_sync(Artifact.open, model)
+    engines: dict[int, LlamaEngine] = {}
+
+    async def load(index: int, layers: LayerRange) -> None:
+        engines[index] = await trio.to_thread.run_sync(
+            lambda: LlamaEngine(artifact, layers, context, threads=threads, mmap=mmap)
+        )
+
+    try:
+        async with open_nursery() as nursery:
+            for index, layers in enumerate(ranges):
+                nursery.start_soon(load, index, layers)
+    except BaseException:
+        for engine in engines.values():
+            engine.stop()
+        raise
+    return [engines[index] for index in range(len(ranges))]
+
+
+@asynccontextmanager
+async def open_pipeline(
+    model: str | Path,
+    split: str | Sequence[LayerRange] | None = None,
+    *,
+    context: ContextParams | None = None,
+    threads: int = 1,
+    mmap: bool = False,
+    policy: ShardPolicy | None = None,
+    chunk: int | None = None,
+    window: int | None = None,
+    retries: int = 2,
+    timeouts: Timeouts | None = None,
+    on_shard: Callable[[Shard], None] | None = None,
+) -> AsyncIterator[Pipeline]:
+    """Run a model as a pipeline of stages in this process.
+
+    ``split``: ``"0:15,15:29,29:43"`` or layer ranges; the whole model by default. ``threads``: compute threads of each
+    stage. ``on_shard`` is called with every shard as it starts, to watch it. Leaving the block frees everything.
+    """
+    artifact = await trio.to_thread.run_sync(Artifact.open, model)
+    n_layers = artifact.hp.n_layers
+    if split is None:
+        ranges: Sequence[LayerRange] = (LayerRange(0, n_layers),)
+    else:
+        ranges = parse_split(split, n_layers) if isinstance(split, str) else tuple(split)
+    route = Route(tuple(StageRef(f"stage-{index}", layers) for index, layers in enumerate(ranges)))
+    route.check(n_layers)
+    engines = await load_engines(artifact, ranges, context or ContextParams(), threads=threads, mmap=mmap)
+    with LlamaVocabulary(artifact.file.path) as vocabulary:
+        async with open_cluster() as cluster:
+            for ref, engine in zip(route.stages, engines, strict=True):
+                shard = await cluster.start(ref.address, engine, policy)
+                if on_shard is not None:
+                    on_shard(shard)
+            async with open_pipeline_on(
+                cluster.connect,
+                route,
+                vocabulary=vocabulary,
+                chunk=chunk,
+                window=window,
+                retries=retries,
+                timeouts=timeouts,
+            ) as pipeline:
+                yield pipeline

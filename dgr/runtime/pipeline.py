@@ -1,0 +1,438 @@
+"""The pipeline: a client's view of one route.
+
+It draws a random route session, fences every stage for an epoch, and gives out :class:`~dgr.runtime.client.ClientSession`
+objects. One reader task per control link hands answers to whoever waits for them; nothing else runs in the background.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Protocol
+
+import trio
+from attrs import frozen
+
+from dgr.engine.base import ContextParams, EngineDescription
+from dgr.errors import DeadlineExceeded, DgrError, InvalidRoute, LinkBroken, WireError
+from dgr.model.route import Route, StageRef
+from dgr.runtime.answers import Answer, refused_request
+from dgr.runtime.client import ClientSession
+from dgr.runtime.events import Event, RouteChanged
+from dgr.runtime.states import RouteEvent, RouteState, route_machine
+from dgr.wire import frames
+from dgr.wire.frames import Key
+from dgr.wire.framing import Received
+from dgr.wire.links import Link
+from dgr.wire.nurseries import open_nursery
+
+__all__ = ["Connector", "Pipeline", "PipelineStatistics", "Timeouts", "Vocabulary", "open_pipeline_on"]
+
+#: Events kept for a subscriber that does not read; later ones are dropped.
+_EVENTS = 4096
+
+
+class Vocabulary(Protocol):
+    """Text to token ids and back."""
+
+    n_vocab: int
+    eos: int | None
+
+    def encode(self, text: str, *, add_special: bool = False) -> list[int]: ...
+
+    def piece(self, token: int) -> bytes: ...
+
+
+class Connector(Protocol):
+    """How a pipeline reaches a stage."""
+
+    def __call__(self, address: str) -> AbstractAsyncContextManager[tuple[Link, EngineDescription]]: ...
+
+
+@frozen
+class Timeouts:
+    """Every wait of a pipeline, seconds."""
+
+    #: For the answer to one chunk, from the moment it is the oldest in flight.
+    reply: float = 120.0
+    #: For Opened, Closed, Frontier.
+    control: float = 30.0
+    #: For Fenced from every stage, and for a session waiting until the route is live.
+    route: float = 60.0
+
+
+@frozen
+class PipelineStatistics:
+    """A snapshot of a pipeline."""
+
+    epoch: int
+    state: str
+    sessions: int
+    #: Work frames sent and not answered yet, over all sessions.
+    in_flight: int
+
+
+class _Stage:
+    """A stage of the present route: its link and what it said of itself."""
+
+    def __init__(self, ref: StageRef, link: Link, description: EngineDescription, scope: trio.CancelScope) -> None:
+        self.ref = ref
+        self.link = link
+        self.description = description
+        self.scope = scope
+
+
+class Pipeline:
+    """Sessions over one route session. Made by :func:`open_pipeline_on` or :func:`dgr.open_pipeline`."""
+
+    def __init__(
+        self,
+        connect: Connector,
+        *,
+        vocabulary: Vocabulary | None,
+        chunk: int | None,
+        window: int | None,
+        retries: int,
+        timeouts: Timeouts,
+    ) -> None:
+        self.vocabulary = vocabulary
+        self.retries = retries
+        self.timeouts = timeouts
+        self.route_id = secrets.token_bytes(16)
+        self.epoch = 0
+        self._connect = connect
+        self._chunk = chunk
+        self._window = window
+        self._machine = route_machine()
+        self._live = trio.Event()
+        self._changing = trio.Lock()
+        self._stages: dict[str, _Stage] = {}
+        self._route: Route | None = None
+        self._sessions: dict[int, ClientSession] = {}
+        self._next_session = 1
+        self._answers: dict[tuple[str, int, int], Answer] = {}
+        self._nursery: trio.Nursery | None = None
+        self._subscribers: list[trio.MemorySendChannel[Event]] = []
+
+    # --- what people read ---
+
+    @property
+    def route(self) -> Route:
+        assert self._route is not None
+        return self._route
+
+    @property
+    def state(self) -> RouteState:
+        return self._machine.state
+
+    @property
+    def descriptions(self) -> tuple[EngineDescription, ...]:
+        """What the stages said of themselves, head first."""
+        return tuple(self._stages[ref.address].description for ref in self.route.stages)
+
+    @property
+    def context(self) -> ContextParams:
+        """The context parameters all stages share."""
+        return self.descriptions[0].context
+
+    @property
+    def n_vocab(self) -> int:
+        return self.descriptions[0].n_vocab
+
+    @property
+    def chunk(self) -> int:
+        """Tokens of one prefill chunk."""
+        return min(self._chunk or self.context.n_ubatch, self.context.n_batch)
+
+    @property
+    def window(self) -> int:
+        """Chunks of one session that may be in flight: enough to keep every stage at work."""
+        return self._window or len(self.route.stages) + 1
+
+    def statistics(self) -> PipelineStatistics:
+        return PipelineStatistics(
+            epoch=self.epoch,
+            state=self.state.value,
+            sessions=len(self._sessions),
+            in_flight=sum(session.in_flight for session in self._sessions.values()),
+        )
+
+    def events(self) -> trio.MemoryReceiveChannel[Event]:
+        """Subscribe to everything that happens from now on; iterate over the channel."""
+        send, receive = trio.open_memory_channel[Event](_EVENTS)
+        self._subscribers.append(send)
+        return receive
+
+    def emit(self, event: Event) -> None:
+        """Tell the subscribers; one that does not read loses events, never holds the pipeline."""
+        for subscriber in list(self._subscribers):
+            try:
+                subscriber.send_nowait(event)
+            except trio.WouldBlock:
+                continue
+            except trio.BrokenResourceError:
+                self._subscribers.remove(subscriber)
+
+    # --- sessions ---
+
+    @asynccontextmanager
+    async def session(self) -> AsyncIterator[ClientSession]:
+        """A conversation. State on the stages is made at first use and dropped when the block ends."""
+        session = ClientSession(self, self._next_session)
+        self._next_session += 1
+        self._sessions[session.id] = session
+        try:
+            yield session
+        finally:
+            with trio.CancelScope(shield=True):
+                await session.aclose()
+            del self._sessions[session.id]
+
+    # --- the route ---
+
+    async def change_route(self, route: Route) -> None:
+        """Fence a new epoch on every stage of ``route``; sessions re-prefill when they are next used.
+
+        Raises :class:`InvalidRoute` when the stages do not fit together (the old route stays), :class:`PeerRefused` or
+        :class:`DeadlineExceeded` when a stage does not fence (the route is then down until the next change).
+        """
+        async with self._changing:
+            began = trio.current_time()
+            stages = await self._reach(route)
+            if self.state is not RouteState.FENCING:
+                self._machine.fire(RouteEvent.CHANGE)
+            self._live = trio.Event()
+            self.epoch += 1
+            for session in self._sessions.values():
+                session.lose("route change")
+            left = [stage for address, stage in self._stages.items() if address not in stages]
+            self._stages, self._route = stages, route
+            try:
+                fenced = await self._fence(route)
+            except DgrError:
+                self._machine.fire(RouteEvent.BREAK)
+                raise
+            finally:
+                # Closing its control link makes a stage that left the route drop this route session.
+                for stage in left:
+                    stage.scope.cancel()
+            self._machine.fire(RouteEvent.FENCED)
+            self._live.set()
+            self.emit(
+                RouteChanged(
+                    self.epoch,
+                    route,
+                    sessions_dropped=sum(frame.sessions_dropped for frame in fenced),
+                    bytes_released=sum(frame.bytes_released for frame in fenced),
+                    seconds=trio.current_time() - began,
+                )
+            )
+
+    async def _reach(self, route: Route) -> dict[str, _Stage]:
+        """Connect to the stages that are not connected yet, and check that all of them fit together."""
+        assert self._nursery is not None
+        stages: dict[str, _Stage] = {}
+        try:
+            for ref in route.stages:
+                known = self._stages.get(ref.address)
+                stages[ref.address] = known or await self._nursery.start(self._run_stage, ref)
+            _check_fit(route, [stages[ref.address].description for ref in route.stages], self._expected_context())
+        except BaseException:
+            for address, stage in stages.items():
+                if address not in self._stages:
+                    stage.scope.cancel()
+            raise
+        return stages
+
+    def _expected_context(self) -> EngineDescription | None:
+        return None if self._route is None else self._stages[self._route.stages[0].address].description
+
+    async def _fence(self, route: Route) -> list[frames.Fenced]:
+        answers = []
+        for index, ref in enumerate(route.stages):
+            answer = self.expect(ref.address, 0, self.epoch)
+            self._stages[ref.address].link.send_nowait(
+                frames.Fence(self.route_id, self.epoch, route.successor(index))
+            )
+            answers.append((ref, answer))
+        fenced: list[frames.Fenced] = []
+        deadline = trio.current_time() + self.timeouts.route
+        for ref, answer in answers:
+            received = await answer.wait(max(0.0, deadline - trio.current_time()), f"Fence({self.epoch}) from {ref.address}")
+            match received.frame:
+                case frames.Fenced():
+                    fenced.append(received.frame)
+                case other:
+                    raise refused_request(ref.address, other)
+        return fenced
+
+    async def wait_live(self) -> None:
+        """Wait until the route admits work. Raises :class:`DeadlineExceeded`."""
+        with trio.move_on_after(self.timeouts.route) as scope:
+            await self._live.wait()
+        if scope.cancelled_caught and not self._live.is_set():
+            raise DeadlineExceeded(
+                f"the route is {self.state.value} and was not live within {self.timeouts.route} s: {self.route};"
+                " set a route whose stages answer"
+            )
+
+    # --- links ---
+
+    async def _run_stage(
+        self, ref: StageRef, *, task_status: trio.TaskStatus[_Stage] = trio.TASK_STATUS_IGNORED
+    ) -> None:
+        """Hold the control link to a stage and read it."""
+        with trio.CancelScope() as scope:
+            async with self._connect(ref.address) as (link, description):
+                stage = _Stage(ref, link, description, scope)
+                task_status.started(stage)
+                why = "closed by the stage"
+                try:
+                    async for received in link:
+                        self._on_answer(ref.address, received)
+                except WireError as error:
+                    why = str(error)
+                if self._stages.get(ref.address) is stage:
+                    self._on_loss(stage, why)
+
+    def _on_answer(self, address: str, received: Received) -> None:
+        frame = received.frame
+        match frame:
+            case frames.Fenced():
+                self._settle((address, 0, frame.epoch), received)
+            case (
+                frames.Fence()
+                | frames.Open()
+                | frames.Close()
+                | frames.Cancel()
+                | frames.Probe()
+                | frames.Tokens()
+                | frames.Boundary()
+            ):
+                raise WireError(f"{type(frame).__name__} came from stage {address}, which may only answer")
+            case _ if frame.key.route != self.route_id or frame.key.epoch != self.epoch:
+                return  # an answer to an epoch that is over
+            case _ if frame.key.session == 0:
+                self._settle((address, 0, self.epoch), received)
+            case _ if not self._settle((address, frame.key.session, frame.seq), received):
+                session = self._sessions.get(frame.key.session)
+                if session is not None:
+                    session.on_answer(frame.seq, received)
+
+    def _settle(self, wait: tuple[str, int, int], received: Received) -> bool:
+        answer = self._answers.pop(wait, None)
+        if answer is not None:
+            answer.set(received)
+        return answer is not None
+
+    def _on_loss(self, stage: _Stage, why: str) -> None:
+        """A control link ended: the route is down, its sessions are lost, waits for that stage fail."""
+        error = LinkBroken(f"stage {stage.ref.address}: {why}")
+        for wait, answer in list(self._answers.items()):
+            if wait[0] == stage.ref.address:
+                del self._answers[wait]
+                answer.set(error)
+        if self._machine.can(RouteEvent.BREAK) and self.state is not RouteState.FENCING:
+            self._machine.fire(RouteEvent.BREAK)
+            self._live = trio.Event()
+        for client in self._sessions.values():
+            client.lose(f"stage {stage.ref.address} was lost: {why}")
+
+    # --- what sessions use ---
+
+    def expect(self, address: str, session: int, seq: int) -> Answer:
+        """Announce a wait for a stage's answer to a request (session 0 and the epoch: a fence)."""
+        answer = Answer()
+        self._answers[address, session, seq] = answer
+        return answer
+
+    def key(self, session: int) -> Key:
+        return Key(self.route_id, self.epoch, session)
+
+    @property
+    def head(self) -> Link:
+        return self._stages[self.route.stages[0].address].link
+
+    async def ask_all(self, frame: frames.Open | frames.Close | frames.Probe) -> list[tuple[str, frames.Frame]]:
+        """Send one request to every stage and collect (address, answer), head first."""
+        what = f"{type(frame).__name__} of session {frame.key.session}"
+        waits = [(ref.address, self.expect(ref.address, frame.key.session, frame.seq)) for ref in self.route.stages]
+        try:
+            for address, _ in waits:
+                self._stages[address].link.send_nowait(frame)
+            received = [
+                (address, await answer.wait(self.timeouts.control, f"{what} from stage {address}"))
+                for address, answer in waits
+            ]
+        finally:
+            for address, _ in waits:
+                self._answers.pop((address, frame.key.session, frame.seq), None)
+        return [(address, answer.frame) for address, answer in received]
+
+    async def run(self, route: Route, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Hold the control links until cancelled."""
+        async with open_nursery() as self._nursery:
+            await self.change_route(route)
+            task_status.started()
+            await trio.sleep_forever()
+
+    def close(self) -> None:
+        """Mark the end; the links close with :meth:`run`."""
+        if self.state is not RouteState.CLOSED:
+            self._machine.fire(RouteEvent.CLOSE)
+        for subscriber in self._subscribers:
+            subscriber.close()
+
+
+def _check_fit(route: Route, descriptions: list[EngineDescription], present: EngineDescription | None) -> None:
+    """Refuse stages that do not belong together, naming both values."""
+    head = descriptions[0]
+    route.check(head.n_layers)
+    reference = present or head
+    for ref, description in zip(route.stages, descriptions, strict=True):
+        if description.layers != ref.layers:
+            raise InvalidRoute(f"stage {ref.address} owns layers {description.layers}; the route says {ref.layers}")
+        for name in ("architecture", "artifact", "n_layers", "n_vocab", "adapter", "context"):
+            ours, theirs = getattr(reference, name), getattr(description, name)
+            if ours != theirs:
+                raise InvalidRoute(f"stage {ref.address} differs from the route in {name}: {theirs} is not {ours}")
+        exact = description.context.numerics.value == "exact"
+        if exact and description.kernel_fingerprint != reference.kernel_fingerprint:
+            raise InvalidRoute(
+                f"stage {ref.address} has kernel fingerprint {description.kernel_fingerprint}, the route"
+                f" {reference.kernel_fingerprint}: exact numerics need equal ones; use numerics = native, or equal hosts"
+            )
+    for before, after in zip(descriptions, descriptions[1:], strict=False):
+        if before.width_out != after.width_in:
+            raise InvalidRoute(
+                f"stage {before.layers} sends {before.width_out} floats a token; stage {after.layers} takes {after.width_in}"
+            )
+
+
+@asynccontextmanager
+async def open_pipeline_on(
+    connect: Connector,
+    route: Route,
+    *,
+    vocabulary: Vocabulary | None = None,
+    chunk: int | None = None,
+    window: int | None = None,
+    retries: int = 2,
+    timeouts: Timeouts | None = None,
+) -> AsyncIterator[Pipeline]:
+    """Open a pipeline over stages that ``connect`` reaches.
+
+    ``chunk``: tokens of one prefill chunk (default n_ubatch). ``window``: chunks of one session in flight (default
+    stages + 1). ``retries``: re-prefills tried for one request before :class:`~dgr.errors.PrefillFailed`.
+    """
+    pipeline = Pipeline(
+        connect, vocabulary=vocabulary, chunk=chunk, window=window, retries=retries, timeouts=timeouts or Timeouts()
+    )
+    async with open_nursery() as nursery:
+        await nursery.start(pipeline.run, route)
+        try:
+            yield pipeline
+        finally:
+            pipeline.close()
+            nursery.cancel_scope.cancel()

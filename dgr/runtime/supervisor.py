@@ -1,0 +1,282 @@
+"""The epoch supervisor: one per shard and route session.
+
+It alone makes and ends session actors. A fence raises the epoch at once, so that every older frame is stale from then
+on; ends every older actor; waits until their slots are cleared and their bytes are back; reaches the new successor; and
+only then answers Fenced and admits work.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+import trio
+
+from dgr.engine.base import EngineDescription
+from dgr.errors import DgrError, WireError
+from dgr.runtime.ledger import Ledger, Lease
+from dgr.runtime.session import SessionActor, WorkFrame
+from dgr.runtime.states import EpochEvent, EpochState, epoch_machine
+from dgr.runtime.steps import Stepper
+from dgr.wire import frames
+from dgr.wire.frames import Boundary, Key, Miss, Refusal
+from dgr.wire.links import Link
+from dgr.wire.nurseries import open_nursery
+
+__all__ = ["EpochSupervisor", "Host"]
+
+#: Ended sessions whose fate is remembered, to tell a late frame why.
+_EPITAPHS = 1024
+#: Control requests of one route session that may be under way at once.
+_REQUESTS = 1024
+
+
+class Host(Protocol):
+    """What the shard offers its supervisors."""
+
+    stepper: Stepper
+    ledger: Ledger
+    description: EngineDescription
+    time_to_live: float
+
+    async def lease(self, owner: Key) -> Lease | None:
+        """A slot, evicting the oldest idle session of any route if none is free."""
+        ...
+
+    async def dial(self, address: str) -> Link:
+        """A link to a next stage."""
+        ...
+
+
+class EpochSupervisor:
+    """The sessions of one route session on one shard."""
+
+    def __init__(self, route: bytes, control: Link, host: Host) -> None:
+        self.route = route
+        self.control = control
+        self.epoch = 0
+        self.sessions: dict[int, SessionActor] = {}
+        self._host = host
+        self._machine = epoch_machine()
+        self._successor: Link | None = None
+        self._epitaphs: OrderedDict[int, Miss] = OrderedDict()
+        self._scope = trio.CancelScope()
+        self._nursery: trio.Nursery | None = None
+        self._requests = 0
+        self._opening: set[int] = set()
+
+    @property
+    def state(self) -> EpochState:
+        return self._machine.state
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Own the session actors until :meth:`leave`; nothing of them outlives this call."""
+        with self._scope:
+            async with open_nursery() as nursery:
+                self._nursery = nursery
+                task_status.started()
+                await trio.sleep_forever()
+
+    def leave(self) -> None:
+        """The pipeline is gone: end every session."""
+        if self.state is not EpochState.GONE:
+            self._machine.fire(EpochEvent.LEAVE)
+            self._scope.cancel()
+
+    # --- requests, from the control link's reader; none of these waits ---
+
+    def request(self, frame: frames.Fence | frames.Open | frames.Close | frames.Probe) -> None:
+        """Start a control request. It runs beside the sessions' work, never behind it."""
+        if self._requests >= _REQUESTS:
+            raise WireError(f"{_REQUESTS} control requests of one route session are under way; the pipeline floods")
+        match frame:
+            case frames.Fence():
+                self._start(self._fence, frame)
+            case frames.Open():
+                self._start(self._open, frame)
+            case frames.Close():
+                self._start(self._close, frame)
+            case frames.Probe():
+                self._start(self._probe, frame)
+
+    def _start(self, handler: Callable[..., Awaitable[None]], frame: frames.Frame) -> None:
+        async def run() -> None:
+            try:
+                await handler(frame)
+            finally:
+                self._requests -= 1
+
+        assert self._nursery is not None
+        self._requests += 1
+        self._nursery.start_soon(run)
+
+    def work(self, frame: WorkFrame, payload: memoryview | None) -> None:
+        """Hand a work frame to its session, or answer why not."""
+        key = frame.key
+        if key.epoch != self.epoch:
+            self._answer(frames.StaleEpoch(key, frame.seq, self.epoch))
+        elif (actor := self.sessions.get(key.session)) is None or actor.ended.is_set():
+            self._answer(frames.CacheMiss(key, frame.seq, self._why_missing(key), 0))
+        elif not actor.deliver(frame, payload):
+            self._answer(
+                frames.Refused(key, frame.seq, Refusal.OVERLOADED, "the session's inbox is full: keep fewer frames in flight")
+            )
+
+    def cancel(self, frame: frames.Cancel) -> None:
+        """Stop queued work of a session; bypasses its inbox."""
+        actor = self.sessions.get(frame.key.session)
+        if frame.key.epoch == self.epoch and actor is not None:
+            actor.cancel(frame.last_seq)
+
+    def _why_missing(self, key: Key) -> Miss:
+        if self.state is EpochState.FENCING:
+            return Miss.FENCING
+        return self._epitaphs.get(key.session, Miss.UNKNOWN)
+
+    def _answer(self, frame: frames.Frame) -> None:
+        try:
+            self.control.send_nowait(frame)
+        except WireError:
+            # The pipeline is gone; the reader of its control link ends this route session.
+            return
+
+    # --- the requests themselves ---
+
+    async def _fence(self, frame: frames.Fence) -> None:
+        nobody = Key(self.route, frame.epoch, 0)
+        if frame.epoch <= self.epoch:
+            self._answer(frames.StaleEpoch(nobody, 0, self.epoch))
+            return
+        self._machine.fire(EpochEvent.FENCE)
+        self.epoch = frame.epoch
+        old = list(self.sessions.values())
+        released = sum(actor.lease.total for actor in old)
+        for actor in old:
+            actor.end(None)
+        for actor in old:
+            await actor.ended.wait()
+        self._epitaphs.clear()
+        try:
+            successor = await self._host.dial(frame.successor) if frame.successor else None
+        except (DgrError, OSError) as error:
+            if self.epoch == frame.epoch:
+                self._machine.fire(EpochEvent.FAILED)
+                self._answer(frames.Refused(nobody, 0, Refusal.SUCCESSOR, f"cannot reach {frame.successor}: {error}"[:4096]))
+            return
+        if self.epoch != frame.epoch:
+            return  # a newer fence took over while this one waited; it answers
+        self._successor = successor
+        self._machine.fire(EpochEvent.DRAINED)
+        self._answer(frames.Fenced(self.route, frame.epoch, len(old), released))
+
+    async def _open(self, frame: frames.Open) -> None:
+        key = frame.key
+        if not self._admits(key, frame.seq):
+            return
+        if key.session in self.sessions or key.session in self._opening:
+            self._answer(frames.Refused(key, frame.seq, Refusal.PROTOCOL, f"session {key.session} is open already; close it first"))
+            return
+        self._opening.add(key.session)
+        try:
+            lease = await self._host.lease(key)
+        finally:
+            self._opening.discard(key.session)
+        if lease is None:
+            self._answer(frames.Refused(key, frame.seq, Refusal.OVERLOADED, self._host.ledger.refusal()))
+            return
+        if not self._admits(key, frame.seq):  # fenced while the lease was being made
+            self._host.ledger.release(lease)
+            return
+        actor = SessionActor(
+            key,
+            lease,
+            frame.seq,
+            stepper=self._host.stepper,
+            description=self._host.description,
+            outlet=_Outlet(self, key.epoch),
+            time_to_live=self._host.time_to_live,
+            on_end=self._ended,
+        )
+        self.sessions[key.session] = actor
+        self._epitaphs.pop(key.session, None)
+        assert self._nursery is not None
+        self._nursery.start_soon(actor.run)
+        self._answer(frames.Opened(key, frame.seq, lease.total))
+
+    def _admits(self, key: Key, seq: int) -> bool:
+        if key.epoch != self.epoch:
+            self._answer(frames.StaleEpoch(key, seq, self.epoch))
+        elif self.state is not EpochState.LIVE:
+            self._answer(frames.CacheMiss(key, seq, Miss.FENCING, 0))
+        else:
+            return True
+        return False
+
+    async def _close(self, frame: frames.Close) -> None:
+        key = frame.key
+        actor = self.sessions.get(key.session)
+        released = 0
+        if actor is not None and actor.key.epoch == key.epoch:
+            released = actor.lease.total
+            actor.end(None)
+            await actor.ended.wait()
+        self._epitaphs.pop(key.session, None)
+        self._answer(frames.Closed(key, frame.seq, released))
+
+    async def _probe(self, frame: frames.Probe) -> None:
+        key = frame.key
+        if not self._admits(key, frame.seq):
+            return
+        actor = self.sessions.get(key.session)
+        if actor is None:
+            self._answer(frames.CacheMiss(key, frame.seq, self._why_missing(key), 0))
+            return
+        # One native call reads position and components together; the digest belongs to the same moment.
+        frontier, digest = await actor.frontier(), actor.digest
+        components = tuple(
+            frames.ComponentState(part.name, part.n_layers, part.capacity, part.rows_min, part.rows_max, part.digest)
+            for part in frontier.components
+        )
+        self._answer(frames.Frontier(key, frame.seq, frontier.position, digest, components))
+
+    def _ended(self, actor: SessionActor) -> None:
+        """An actor's slot is cleared: take its bytes back."""
+        self._host.ledger.release(actor.lease)
+        del self.sessions[actor.key.session]
+        if actor.epitaph is not None:
+            self._epitaphs[actor.key.session] = actor.epitaph
+            while len(self._epitaphs) > _EPITAPHS:
+                self._epitaphs.popitem(last=False)
+
+    async def reply(self, epoch: int, frame: frames.Frame, payload: memoryview | bytes | None) -> None:
+        """To the pipeline, if the epoch is still the one the answer belongs to."""
+        if epoch != self.epoch:
+            return
+        try:
+            await self.control.send(frame, payload)
+        except WireError:
+            # As in _answer: the control link's reader ends this route session.
+            return
+
+    async def forward(self, epoch: int, frame: Boundary, payload: memoryview | bytes) -> None:
+        """To the successor, if the epoch is still the one the boundary belongs to."""
+        if epoch != self.epoch:
+            return
+        if self._successor is None:
+            raise WireError("this stage has no successor in the current epoch")
+        await self._successor.send(frame, payload)
+
+
+class _Outlet:
+    """A session's way out, bound to its epoch."""
+
+    def __init__(self, supervisor: EpochSupervisor, epoch: int) -> None:
+        self._supervisor = supervisor
+        self._epoch = epoch
+
+    async def reply(self, frame: frames.Frame, payload: memoryview | bytes | None = None) -> None:
+        await self._supervisor.reply(self._epoch, frame, payload)
+
+    async def forward(self, frame: Boundary, payload: memoryview | bytes) -> None:
+        await self._supervisor.forward(self._epoch, frame, payload)

@@ -1,0 +1,273 @@
+"""Writes small DeepSeek V4 models: the real graph and schedule, narrow widths, reproducible bytes.
+
+``python -m dgr.testing.fixture OUT.gguf`` and ``dgr fixture OUT.gguf`` call :func:`write_fixture`. Every tensor holds
+non-trivial values; a seed gives the same file on every platform. Needs the extra ``fixture`` (numpy, gguf).
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from attrs import evolve, frozen
+
+from dgr.errors import InputError
+from dgr.model.tensors import TensorKind, TensorSpec, block_tensors, head_tensors, tail_tensors
+from dgr.model.v4 import ARCHITECTURE, V4_FLASH, HyperParameters
+from dgr.testing.fixture_metadata import add_metadata
+from dgr.testing.fixture_presets import PRESETS, WEIGHTS
+from dgr.testing.fixture_stream import Stream, bfloat16, mxfp4_blocks, q4_k_blocks, q8_0_blocks
+from dgr.testing.fixture_vocab import MIN_VOCAB, Vocabulary, build_vocabulary
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+__all__ = ["PRESETS", "WEIGHTS", "FixtureSummary", "add_arguments", "write_fixture", "write_from_arguments"]
+
+_BLOCK_WRITERS = {"Q8_0": (32, q8_0_blocks), "MXFP4": (32, mxfp4_blocks), "Q4_K": (256, q4_k_blocks)}
+
+
+@frozen
+class FixtureSummary:
+    """What was written."""
+
+    path: str
+    preset: str
+    weights: str
+    seed: int
+    layers: int
+    mtp: bool
+    n_tensors: int
+    n_parameters: int
+    #: Size of the file in bytes (apparent size when sparse).
+    file_bytes: int
+
+
+def _requirements() -> tuple[Any, Any]:
+    try:
+        import gguf
+        import numpy as np
+    except ImportError as missing:
+        raise InputError(
+            f"writing a fixture model needs the package {missing.name!r}; install it with: pip install 'dgr[fixture]'"
+        ) from missing
+    return gguf, np
+
+
+def _head_gains(vocab: Vocabulary) -> npt.NDArray[np.float32]:
+    """Size of each row of the head: words speak loudest, so that greedy text reads like words."""
+    import numpy as np
+
+    gains = np.full(len(vocab.tokens), 0.5, np.float32)
+    for token, text in enumerate(vocab.tokens):
+        if token in vocab.words:
+            gains[token] = 4.0
+        elif token >= MIN_VOCAB:
+            gains[token] = 1.5
+        elif text.isascii() and text.isalpha():
+            gains[token] = 1.0
+    return gains
+
+
+def _tensor_type(spec: TensorSpec, weights: str) -> str:
+    if spec.kind is TensorKind.HASH_TABLE:
+        return "I32"
+    name = WEIGHTS[weights].get(spec.kind, "F32")
+    block = _BLOCK_WRITERS[name][0] if name in _BLOCK_WRITERS else 1
+    if spec.ne[0] % block:
+        raise InputError(
+            f"weights {weights!r} need rows that are multiples of {block} values, but {spec.name} has rows of"
+            f" {spec.ne[0]}; use the preset 'wide' or 'big'"
+        )
+    return name
+
+
+def _table(np: Any, spec: TensorSpec, stream: Stream, n_expert: int) -> Any:
+    """Expert ids per token, distinct within a row: the first draws of a shuffle."""
+    used, n_vocab = spec.ne
+    ids = np.tile(np.arange(n_expert, dtype=np.int32), (n_vocab, 1))
+    rows = np.arange(n_vocab)
+    draws = stream.integers(used * n_vocab).reshape(used, n_vocab)
+    for place in range(used):
+        other = place + (draws[place] % np.uint32(n_expert - place)).astype(np.int64)
+        ids[rows, place], ids[rows, other] = ids[rows, other], ids[rows, place].copy()
+    return np.ascontiguousarray(ids[:, :used])
+
+
+#: (half width, centre) of the values of each vector kind.
+_VECTOR_VALUES = {
+    TensorKind.NORM: (0.25, 1.0),
+    TensorKind.SINK: (1.0, 0.0),
+    TensorKind.APE: (0.5, 0.0),
+    TensorKind.HC_BASE: (0.5, 0.0),
+    TensorKind.HC_SCALE: (0.25, 0.75),
+    TensorKind.EXPERT_BIAS: (0.125, 0.0),
+}
+
+
+def _values(np: Any, spec: TensorSpec, type_name: str, seed: int, hp: HyperParameters, gains: Any) -> Any:
+    """The bytes of one tensor: an array of its own dtype, or of uint8 in block or bfloat16 layout."""
+    stream = Stream(seed, spec.name)
+    shape = spec.ne[::-1]
+    if spec.kind is TensorKind.HASH_TABLE:
+        return _table(np, spec, stream, hp.n_expert)
+    if spec.kind in _VECTOR_VALUES:
+        return stream.uniform(spec.n_elements, *_VECTOR_VALUES[spec.kind]).reshape(shape)
+
+    n_rows = spec.n_elements // spec.ne[0]
+    # Embeddings are the signal itself; a matrix keeps the size of what it multiplies.
+    rms = 1.0 if spec.kind is TensorKind.EMBEDDING else 1 / math.sqrt(spec.ne[0])
+    row_rms = np.full(n_rows, rms, np.float32)
+    if spec.kind is TensorKind.OUTPUT:
+        row_rms *= gains
+    if type_name in _BLOCK_WRITERS:
+        block, write = _BLOCK_WRITERS[type_name]
+        per_row = spec.ne[0] // block
+        blocks = write(stream, np.repeat(row_rms, per_row))
+        return blocks.reshape(*shape[:-1], -1)
+    values = stream.uniform(spec.n_elements, math.sqrt(3)).reshape(n_rows, spec.ne[0])
+    values *= row_rms[:, None]
+    if type_name == "F16":
+        return values.astype(np.float16).reshape(shape)
+    if type_name == "BF16":
+        return bfloat16(values.reshape(-1)).reshape(*shape[:-1], -1)
+    return values.reshape(shape)
+
+
+def write_fixture(
+    path: str | os.PathLike[str],
+    *,
+    seed: int = 0,
+    preset: str | None = None,
+    layers: int = 43,
+    mtp: bool = False,
+    weights: str = "f32",
+    sparse: bool = False,
+) -> FixtureSummary:
+    """Write a V4 model to ``path`` (replaced in one step when complete).
+
+    ``layers``: a prefix of the real schedule. ``weights``: a key of :data:`WEIGHTS`. ``preset``: a key of
+    :data:`PRESETS`; by default ``tiny``, or ``wide`` for ``q4_k``. ``mtp``: append the MTP block. ``sparse``: write
+    header and zeroes as a hole in the file (sizes only; the model must not be run).
+    """
+    gguf, np = _requirements()
+    preset = preset or ("wide" if weights == "q4_k" else "tiny")
+    if preset not in PRESETS:
+        raise InputError(f"unknown preset {preset!r}; choose one of {', '.join(PRESETS)}")
+    if weights not in WEIGHTS:
+        raise InputError(f"unknown weights {weights!r}; choose one of {', '.join(WEIGHTS)}")
+    if not 1 <= layers <= V4_FLASH.n_layers:
+        raise InputError(f"{layers} layers asked for, but the schedule has 1 to {V4_FLASH.n_layers}")
+    if not 0 <= seed < 1 << 63:
+        raise InputError(f"seed {seed} is outside 0 to 2**63 - 1")
+    if preset == "real" and not sparse:
+        raise InputError("the preset 'real' has 284 G parameters; write it sparse, for its sizes only")
+    base = PRESETS[preset]
+    n_mtp = int(mtp)
+    clamps = base.swiglu_clamp_exp[:1] * (layers + n_mtp)
+    hp = evolve(
+        base,
+        n_layers=layers,
+        n_mtp_layers=n_mtp,
+        compress_ratios=base.compress_ratios[:layers],
+        hash_layers=min(base.hash_layers, layers),
+        swiglu_clamp_exp=clamps,
+        swiglu_clamp_shexp=clamps,
+    )
+    specs = [*head_tensors(hp), *tail_tensors(hp)]
+    for block in range(hp.n_blocks):
+        specs += [spec for spec in block_tensors(hp, block) if spec.required or ".nextn.shared_head_norm" in spec.name]
+    vocab = build_vocabulary(hp.n_vocab)
+
+    target = Path(path)
+    partial = target.with_name(f".{target.name}.{os.getpid()}.part")
+    writer = gguf.GGUFWriter(partial, ARCHITECTURE)
+    add_metadata(writer, hp, vocab, f"dgr fixture {preset} {weights} seed {seed}")
+    types = [_tensor_type(spec, weights) for spec in specs]
+    for spec, type_name in zip(specs, types, strict=True):
+        ggml_type = gguf.GGMLQuantizationType[type_name]
+        block, size = gguf.GGML_QUANT_SIZES[ggml_type]
+        writer.add_tensor_info(
+            spec.name, spec.ne[::-1], np.dtype(np.float32), spec.n_elements // block * size, raw_dtype=ggml_type
+        )
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        gains = _head_gains(vocab)
+        if sparse:
+            file = writer.fout[0]
+            writer.write_padding(file, file.tell())
+            padded = (
+                gguf.GGUFWriter.ggml_pad(info.nbytes, writer.data_alignment) for info in writer.tensors[0].values()
+            )
+            file.truncate(file.tell() + sum(padded))
+        else:
+            for spec, type_name in zip(specs, types, strict=True):
+                writer.write_tensor_data(_values(np, spec, type_name, seed, hp, gains))
+        writer.close()
+        os.replace(partial, target)
+    except OSError as failed:
+        raise InputError(f"{target} cannot be written: {failed.strerror or failed}; choose another place") from failed
+    finally:
+        partial.unlink(missing_ok=True)
+    return FixtureSummary(
+        path=str(target),
+        preset=preset,
+        weights=weights,
+        seed=seed,
+        layers=layers,
+        mtp=mtp,
+        n_tensors=len(specs),
+        n_parameters=sum(spec.n_elements for spec in specs if spec.kind is not TensorKind.HASH_TABLE),
+        file_bytes=target.stat().st_size,
+    )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments that ``dgr fixture`` and ``python -m dgr.testing.fixture`` share."""
+    parser.add_argument("out", metavar="OUT.gguf", help="file to write")
+    parser.add_argument("--seed", type=int, default=0, help="seed of every value (default: 0)")
+    parser.add_argument("--preset", choices=PRESETS, help="widths (default: tiny; wide for --weights q4_k)")
+    parser.add_argument(
+        "--layers", type=int, default=43, metavar="N", help="first N layers of the schedule (default: 43)"
+    )
+    parser.add_argument("--weights", choices=WEIGHTS, default="f32", help="tensor types (default: f32)")
+    parser.add_argument("--mtp", action="store_true", help="append the MTP block (dgr never runs it)")
+    parser.add_argument(
+        "--sparse", action="store_true", help="header and sizes only; the weights are a hole in the file"
+    )
+
+
+def write_from_arguments(args: argparse.Namespace) -> FixtureSummary:
+    """Write what :func:`add_arguments` read."""
+    return write_fixture(
+        args.out,
+        seed=args.seed,
+        preset=args.preset,
+        layers=args.layers,
+        mtp=args.mtp,
+        weights=args.weights,
+        sparse=args.sparse,
+    )
+
+
+def _main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m dgr.testing.fixture", description="Write a small V4 model.")
+    add_arguments(parser)
+    try:
+        summary = write_from_arguments(parser.parse_args(argv))
+    except InputError as refused:
+        parser.error(str(refused))
+    print(f"{summary.path}: {summary.n_tensors} tensors, {summary.file_bytes} bytes")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(_main())

@@ -1,0 +1,216 @@
+"""From frames to bytes and back, without I/O.
+
+Theory of operation. A link carries *packets*: an 8-byte header (length, kind, stream) and a body. A ``MESSAGE`` packet
+holds one msgpack frame. A frame that announces a payload names a *stream*, and its payload follows in ``FRAGMENT``
+packets of that stream, each at most :attr:`Limits.fragment` bytes, in order; packets of other streams may come between
+them, so a long prefill never blocks a control message. The receiver knows a payload's size from the message alone, checks
+it against what was negotiated (n_batch, boundary width, vocabulary), and only then allocates the one buffer into which
+fragments are copied: one copy per received byte.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+
+import msgspec
+from attrs import frozen
+
+from dgr.errors import FrameError
+from dgr.wire import frames
+from dgr.wire.frames import Boundary, Frame, Logits
+
+__all__ = ["HEADER_SIZE", "Framer", "Limits", "Received", "encode"]
+
+_HEADER = struct.Struct("<IBxH")
+#: Bytes before every packet body.
+HEADER_SIZE = _HEADER.size
+_MESSAGE = 1
+_FRAGMENT = 2
+_FLOAT = 4
+
+
+@frozen
+class Limits:
+    """What a link has agreed to carry; every length is checked against it before anything is allocated."""
+
+    #: Most tokens in one work frame.
+    n_batch: int
+    #: Floats per token of the boundary, both ways.
+    boundary_width: int
+    #: Floats per row of logits.
+    n_vocab: int
+    #: Largest payload fragment, bytes.
+    fragment: int = 256 * 1024
+    #: Payloads that may be under way at once.
+    streams: int = 64
+
+    @property
+    def message(self) -> int:
+        """Largest message body, bytes: 5 per token id and room for every other field."""
+        return 64 * 1024 + 5 * self.n_batch
+
+    def payload(self, frame: Frame) -> int:
+        """The payload a frame must announce, bytes. Raises :class:`FrameError` when it announces another."""
+        match frame:
+            case Boundary():
+                _check_batch(frame.tokens, self.n_batch)
+                expected = len(frame.tokens) * self.boundary_width * _FLOAT
+                what = f"{len(frame.tokens)} tokens of {self.boundary_width} float32"
+            case Logits():
+                if frame.n_rows > self.n_batch:
+                    raise FrameError(f"logits frame holds {frame.n_rows} rows; the link agreed on at most {self.n_batch}")
+                expected = frame.n_rows * self.n_vocab * _FLOAT
+                what = f"{frame.n_rows} rows of {self.n_vocab} float32"
+            case frames.Tokens():
+                _check_batch(frame.tokens, self.n_batch)
+                return 0
+            case _:
+                return 0
+        if frame.payload != expected:
+            raise FrameError(
+                f"{type(frame).__name__} announces a payload of {frame.payload} bytes; {what} are {expected} bytes"
+            )
+        return expected
+
+
+def _check_batch(tokens: tuple[int, ...], n_batch: int) -> None:
+    if len(tokens) > n_batch:
+        raise FrameError(f"work frame holds {len(tokens)} tokens; the link agreed on n_batch {n_batch}: send smaller chunks")
+
+
+@frozen
+class Received:
+    """A whole frame, with its payload if it has one."""
+
+    frame: Frame
+    payload: memoryview | None = None
+
+
+def encode(
+    frame: Frame, payload: bytes | bytearray | memoryview | None, stream: int, limits: Limits
+) -> Iterator[tuple[bytes, memoryview | None]]:
+    """Packets of a frame, in order, each as (head, body): the message is all head, a fragment's body is a view.
+
+    ``stream`` (1..65535) must not be in use by another payload under way on the link.
+    """
+    size = limits.payload(frame)
+    view = memoryview(payload).cast("B") if payload is not None else None
+    given = 0 if view is None else view.nbytes
+    if given != size:
+        raise FrameError(f"{type(frame).__name__} was given a payload of {given} bytes; its fields say {size}")
+    body = frames.encode_message(frame)
+    if len(body) > limits.message:
+        raise FrameError(f"{type(frame).__name__} is {len(body)} bytes; the link agreed on {limits.message}")
+    yield _HEADER.pack(len(body), _MESSAGE, stream if size else 0) + body, None
+    if view is not None:
+        for start in range(0, size, limits.fragment):
+            fragment = view[start : start + limits.fragment]
+            yield _HEADER.pack(fragment.nbytes, _FRAGMENT, stream), fragment
+
+
+class _Assembly:
+    """A payload under way."""
+
+    __slots__ = ("buffer", "filled", "frame")
+
+    def __init__(self, frame: Frame, size: int) -> None:
+        self.frame = frame
+        self.buffer = bytearray(size)
+        self.filled = 0
+
+
+class Framer:
+    """Bytes in, frames out. Any :class:`FrameError` is final: the link must be closed."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._header = bytearray()
+        self._kind = 0
+        self._left = 0
+        self._message: bytearray | None = None
+        self._target: _Assembly | None = None
+        self._stream = 0
+        self._assemblies: dict[int, _Assembly] = {}
+
+    @property
+    def pending(self) -> int:
+        """Bytes held for frames that are not whole yet."""
+        held = sum(len(assembly.buffer) for assembly in self._assemblies.values())
+        return held + len(self._header) + (0 if self._message is None else len(self._message))
+
+    def receive(self, data: bytes | bytearray | memoryview) -> list[Received]:
+        """Take bytes as they came and give the frames they completed."""
+        done: list[Received] = []
+        view = memoryview(data)
+        while view.nbytes:
+            if self._message is None and self._target is None:
+                view = self._take_header(view)
+            else:
+                view = self._take_body(view, done)
+        return done
+
+    def _take_header(self, view: memoryview) -> memoryview:
+        missing = HEADER_SIZE - len(self._header)
+        self._header += view[:missing]
+        if len(self._header) == HEADER_SIZE:
+            length, kind, stream = _HEADER.unpack(self._header)
+            self._header.clear()
+            self._begin(length, kind, stream)
+        return view[missing:]
+
+    def _begin(self, length: int, kind: int, stream: int) -> None:
+        limits = self._limits
+        if kind == _MESSAGE:
+            if not 0 < length <= limits.message:
+                raise FrameError(f"a message of {length} bytes came; the link agreed on 1..{limits.message}")
+            self._message = bytearray()
+        elif kind == _FRAGMENT:
+            assembly = self._assemblies.get(stream)
+            if assembly is None:
+                raise FrameError(f"a fragment came for stream {stream}, which no frame announced")
+            room = len(assembly.buffer) - assembly.filled
+            if not 0 < length <= min(limits.fragment, room):
+                raise FrameError(
+                    f"a fragment of {length} bytes came; stream {stream} has room for {room}, fragments for {limits.fragment}"
+                )
+            self._target = assembly
+        else:
+            raise FrameError(f"a packet of kind {kind} came; this schema knows {_MESSAGE} and {_FRAGMENT}")
+        self._kind, self._left, self._stream = kind, length, stream
+
+    def _take_body(self, view: memoryview, done: list[Received]) -> memoryview:
+        part = view[: self._left]
+        self._left -= part.nbytes
+        if self._message is not None:
+            self._message += part
+            if not self._left:
+                self._end_message(self._message, done)
+                self._message = None
+        elif self._target is not None:
+            assembly = self._target
+            assembly.buffer[assembly.filled : assembly.filled + part.nbytes] = part
+            assembly.filled += part.nbytes
+            if not self._left:
+                self._target = None
+                if assembly.filled == len(assembly.buffer):
+                    del self._assemblies[self._stream]
+                    done.append(Received(assembly.frame, memoryview(assembly.buffer)))
+        return view[part.nbytes :]
+
+    def _end_message(self, body: bytearray, done: list[Received]) -> None:
+        try:
+            frame = frames.decode(body)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise FrameError(f"a message of {len(body)} bytes is no frame of this schema: {error}") from error
+        size = self._limits.payload(frame)
+        if not size:
+            if self._stream:
+                raise FrameError(f"{type(frame).__name__} has no payload but names stream {self._stream}")
+            done.append(Received(frame))
+            return
+        if not self._stream or self._stream in self._assemblies:
+            raise FrameError(f"{type(frame).__name__} names stream {self._stream}, which is taken or reserved")
+        if len(self._assemblies) >= self._limits.streams:
+            raise FrameError(f"more than {self._limits.streams} payloads are under way; the link agreed on that many")
+        self._assemblies[self._stream] = _Assembly(frame, size)
