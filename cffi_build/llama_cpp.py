@@ -276,7 +276,7 @@ def build(flavour: Flavour) -> Path:
                 f"-DCMAKE_C_COMPILER={flavour.cc}", f"-DCMAKE_CXX_COMPILER={flavour.cxx}",
                 f"-DCMAKE_INSTALL_PREFIX={staged}", *flavour.cmake_args,
             )  # fmt: skip
-            run("cmake", "--build", work / "build")
+            run("cmake", "--build", work / "build", "--target", "llama")
             run("cmake", "--install", work / "build")
             describe(flavour, staged)
             staged.replace(prefix)

@@ -17,16 +17,25 @@ async def open_nursery() -> AsyncIterator[trio.Nursery]:
     A caller of ``async with dgr.open_pipeline(...)`` cannot know how many nurseries lie inside; it must be able to write
     ``except ContextLimitExceeded``. Several exceptions still leave as a group.
     """
+    lone: BaseException | None = None
     try:
         async with trio.open_nursery() as nursery:
             yield nursery
     except BaseExceptionGroup as group:
-        lone: BaseException = group
-        while isinstance(lone, BaseExceptionGroup) and len(lone.exceptions) == 1:
-            lone = lone.exceptions[0]
-        if lone is group or isinstance(lone, BaseExceptionGroup):
+        lone = _only_leaf(group)
+        if lone is None:
             raise
+    if lone is not None:  # raised here, outside the handler, so that the group does not appear as its context
         try:
             raise lone
         finally:
             del lone  # break the cycle exception -> traceback -> frame -> exception
+
+
+def _only_leaf(group: BaseExceptionGroup[BaseException]) -> BaseException | None:
+    inner: BaseException = group
+    while isinstance(inner, BaseExceptionGroup):
+        if len(inner.exceptions) != 1:
+            return None
+        inner = inner.exceptions[0]
+    return inner
