@@ -30,7 +30,7 @@ from dgr.model.route import LayerRange
 from dgr.model.state_map import Component
 from dgr.model.v4 import ARCHITECTURE
 
-__all__ = ["ADAPTER", "LlamaEngine", "draw_seed"]
+__all__ = ["ADAPTER", "LlamaEngine", "draw_seed", "estimate_memory"]
 
 #: Name and version of this adapter; grows when its behaviour towards other stages changes.
 ADAPTER = "llama-v4/1"
@@ -44,6 +44,62 @@ def draw_seed(seed: int, position: int, choice: int) -> int:
     text = f"{seed}:{position}:{choice}".encode()
     value = int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "little")
     return value if value != 0xFFFFFFFF else 0
+
+def _open(
+    native: Native, artifact: Artifact, layers: LayerRange, context: ContextParams, options: dict[str, int | bool]
+) -> Any:
+    """A native stage handle; it must be closed."""
+    if context.type_k not in _TYPE_K:
+        raise InputError(f"K-cache type {context.type_k!r} is not known; choose one of {', '.join(_TYPE_K)}")
+    params = native.ffi.new("dgr_stage_params *", native.lib.dgr_stage_params_default())
+    params.layer_begin, params.layer_end = layers.begin, layers.end
+    for name in ("n_ctx", "n_batch", "n_ubatch", "n_seq_max"):
+        value = getattr(context, name)
+        if not 0 < value <= 2**31 - 1:
+            raise InputError(f"{name} is {value}; give a number from 1 to {2**31 - 1}")
+        setattr(params, name, value)
+    threads = options.get("threads", 1)
+    if not 0 < threads <= 2**15:
+        raise InputError(f"threads is {threads}; give the number of cores that are free")
+    params.n_threads = threads
+    params.type_k = _TYPE_K[context.type_k]
+    params.flash_attn = context.flash_attn
+    params.exact = context.numerics is Numerics.EXACT
+    params.use_mmap = options.get("mmap", False)
+    params.check_tensors = options.get("check_tensors", False)
+    params.dry_run = options.get("dry_run", False)
+    out = native.ffi.new("dgr_stage **")
+    native.check(native.lib.dgr_stage_open(str(artifact.file.path).encode(), params, out), f"stage {layers}")
+    return out[0]
+
+
+def _read_info(native: Native, stage: Any) -> Any:
+    info = native.ffi.new("dgr_stage_info *")
+    native.check(native.lib.dgr_stage_info_get(stage, info), "stage info")
+    return info
+
+
+def _memory_of(info: Any) -> MemoryReport:
+    return MemoryReport(
+        weights=int(info.weight_bytes),
+        compute=int(info.compute_bytes) + int(info.output_bytes),
+        state={component.value: int(info.state_bytes[i]) for i, component in enumerate(Component)},
+    )
+
+
+def estimate_memory(
+    model: str | Path | Artifact, layers: LayerRange | None = None, context: ContextParams | None = None
+) -> MemoryReport:
+    """What a stage would allocate, to the byte as the native allocator counts it, with nothing allocated."""
+    artifact = model if isinstance(model, Artifact) else Artifact.open(model)
+    layers = layers or artifact.hp.whole
+    artifact.hp.check_range(layers)
+    native = default_native()
+    stage = _open(native, artifact, layers, context or ContextParams(), {"dry_run": True})
+    try:
+        return _memory_of(_read_info(native, stage))
+    finally:
+        native.lib.dgr_stage_close(stage)
 
 
 class LlamaEngine:
@@ -72,30 +128,29 @@ class LlamaEngine:
         """
         artifact = model if isinstance(model, Artifact) else Artifact.open(model)
         context = context or ContextParams()
-        n_layers = artifact.hp.n_layers
-        layers = layers or LayerRange(0, n_layers)
+        layers = layers or artifact.hp.whole
         artifact.hp.check_range(layers)
         artifact.check(layers)
-        if context.type_k not in _TYPE_K:
-            raise InputError(f"K-cache type {context.type_k!r} is not known; choose one of {', '.join(_TYPE_K)}")
         if certified_only and context.numerics is Numerics.EXACT:
             require_certified((kind.label for kind in artifact.matrix_types(layers)), context.type_k)
         self._native = native or default_native()
-        self._stage = self._open(artifact.file.path, layers, context, threads, mmap, check_tensors)
-        self._info = self._read_info()
+        self._stage = _open(
+            self._native, artifact, layers, context, {"threads": threads, "mmap": mmap, "check_tensors": check_tensors}
+        )
+        self._info = _read_info(self._native, self._stage)
         context = evolve(
             context,
             n_ctx=self._info.n_ctx_seq,
             n_batch=self._info.n_batch,
             n_ubatch=self._info.n_ubatch,
         )
-        self._memory = self._read_memory()
+        self._memory = _memory_of(self._info)
         self._description = EngineDescription(
             adapter=ADAPTER,
             architecture=ARCHITECTURE,
             artifact=artifact.identity,
             layers=layers,
-            n_layers=n_layers,
+            n_layers=artifact.hp.n_layers,
             n_vocab=self._info.n_vocab,
             width_in=self._info.width_in,
             width_out=self._info.width_out,
@@ -104,40 +159,6 @@ class LlamaEngine:
             kernel_fingerprint=kernel_fingerprint(),
             components=tuple(name for name, size in self._memory.state.items() if size),
             capabilities={"decode": "executable", "mtp": "reserved"},
-        )
-
-    def _open(
-        self, path: Path, layers: LayerRange, context: ContextParams, threads: int, mmap: bool, check_tensors: bool
-    ) -> Any:
-        ffi, lib = self._native.ffi, self._native.lib
-        params = ffi.new("dgr_stage_params *", lib.dgr_stage_params_default())
-        params.layer_begin, params.layer_end = layers.begin, layers.end
-        for name in ("n_ctx", "n_batch", "n_ubatch", "n_seq_max"):
-            value = getattr(context, name)
-            if not 0 < value <= 2**31 - 1:
-                raise InputError(f"{name} is {value}; give a number from 1 to {2**31 - 1}")
-            setattr(params, name, value)
-        params.n_threads = threads
-        params.type_k = _TYPE_K[context.type_k]
-        params.flash_attn = context.flash_attn
-        params.exact = context.numerics is Numerics.EXACT
-        params.use_mmap = mmap
-        params.check_tensors = check_tensors
-        out = ffi.new("dgr_stage **")
-        self._native.check(lib.dgr_stage_open(str(path).encode(), params, out), f"stage {layers} of {path}")
-        return out[0]
-
-    def _read_info(self) -> Any:
-        info = self._native.ffi.new("dgr_stage_info *")
-        self._native.check(self._native.lib.dgr_stage_info_get(self._handle, info), "stage info")
-        return info
-
-    def _read_memory(self) -> MemoryReport:
-        state = {component.value: int(self._info.state_bytes[i]) for i, component in enumerate(Component)}
-        return MemoryReport(
-            weights=int(self._info.weight_bytes),
-            compute=int(self._info.compute_bytes) + int(self._info.output_bytes),
-            state=state,
         )
 
     @property

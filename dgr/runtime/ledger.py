@@ -13,9 +13,9 @@ from types import MappingProxyType
 from attrs import frozen
 
 from dgr.engine.base import MemoryReport
-from dgr.errors import BudgetExceeded
+from dgr.engine.budget import human_bytes
 
-__all__ = ["Ledger", "Lease", "check_budget"]
+__all__ = ["Ledger", "Lease"]
 
 
 @frozen
@@ -30,22 +30,6 @@ class Lease:
     @property
     def total(self) -> int:
         return sum(self.bytes.values())
-
-
-def _human(n_bytes: int) -> str:
-    return f"{n_bytes:,} B ({n_bytes / 2**20:,.1f} MiB)"
-
-
-def check_budget(what: str, memory: MemoryReport, n_slots: int, budget: int | None) -> None:
-    """Refuse a stage whose weights, state and compute buffers exceed ``budget`` bytes, showing the arithmetic."""
-    if budget is None or memory.total <= budget:
-        return
-    state = sum(memory.state.values())
-    raise BudgetExceeded(
-        f"{what}: weights {_human(memory.weights)} + state {n_slots} slots x {_human(state // max(1, n_slots))}"
-        f" + compute {_human(memory.compute)} = {_human(memory.total)}, over the budget of {_human(budget)} by"
-        f" {_human(memory.total - budget)}; lower n_ctx or n_seq_max, own fewer layers, or raise the budget"
-    )
 
 
 class Ledger:
@@ -92,6 +76,6 @@ class Ledger:
         """Why no slot can be had, with the arithmetic."""
         per_slot = sum(self._per_slot.values())
         return (
-            f"all {self.n_slots} sequence slots are leased ({self.n_slots} sessions x {_human(per_slot)} ="
-            f" {_human(self.leased_bytes)}) and none is idle; close a session or load the stage with a larger n_seq_max"
+            f"all {self.n_slots} sequence slots are leased ({self.n_slots} sessions x {human_bytes(per_slot)} ="
+            f" {human_bytes(self.leased_bytes)}) and none is idle; close a session or load the stage with a larger n_seq_max"
         )

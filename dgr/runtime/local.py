@@ -11,7 +11,8 @@ import trio
 from attrs import frozen
 
 from dgr.engine.base import ContextParams, EngineDescription, ShardEngine
-from dgr.engine.llama import LlamaEngine
+from dgr.engine.budget import check_budget, parse_budget
+from dgr.engine.llama import LlamaEngine, estimate_memory
 from dgr.engine.vocab import LlamaVocabulary
 from dgr.errors import LinkBroken
 from dgr.model.artifact import Artifact
@@ -69,7 +70,10 @@ class LocalCluster:
                 ) as shard:
                     self._shards[name], self._scopes[name] = shard, scope
                     task_status.started(shard)
-                    await trio.sleep_forever()
+                    try:
+                        await trio.sleep_forever()
+                    finally:
+                        engine.abort()  # a step under way ends early; the shard then clears its slots
             finally:
                 self._shards.pop(name, None)
                 self._scopes.pop(name, None)
@@ -160,6 +164,13 @@ async def load_engines(
     return [engines[index] for index in range(len(ranges))]
 
 
+def _check_fits(artifact: Artifact, route: Route, context: ContextParams, budget: int) -> None:
+    reports = {
+        f"{ref.address} ({ref.layers})": estimate_memory(artifact, ref.layers, context) for ref in route.stages
+    }
+    check_budget(reports, context.n_seq_max, budget)
+
+
 @asynccontextmanager
 async def open_pipeline(
     model: str | Path,
@@ -168,6 +179,7 @@ async def open_pipeline(
     context: ContextParams | None = None,
     threads: int = 1,
     mmap: bool = False,
+    memory_budget: int | str | None = None,
     policy: ShardPolicy | None = None,
     chunk: int | None = None,
     window: int | None = None,
@@ -178,7 +190,9 @@ async def open_pipeline(
     """Run a model as a pipeline of stages in this process.
 
     ``split``: ``"0:15,15:29,29:43"`` or layer ranges; the whole model by default. ``threads``: compute threads of each
-    stage. ``on_shard`` is called with every shard as it starts, to watch it. Leaving the block frees everything.
+    stage. ``memory_budget``: bytes, ``"24GiB"`` or ``"50%"`` of the machine for weights, state and compute buffers of all
+    stages together; what does not fit is refused with :class:`~dgr.errors.BudgetExceeded` before anything is allocated.
+    ``on_shard`` is called with every shard as it starts, to watch it. Leaving the block frees everything.
     """
     artifact = await trio.to_thread.run_sync(Artifact.open, model)
     n_layers = artifact.hp.n_layers
@@ -188,7 +202,10 @@ async def open_pipeline(
         ranges = parse_split(split, n_layers) if isinstance(split, str) else tuple(split)
     route = Route(tuple(StageRef(f"stage-{index}", layers) for index, layers in enumerate(ranges)))
     route.check(n_layers)
-    engines = await load_engines(artifact, ranges, context or ContextParams(), threads=threads, mmap=mmap)
+    context = context or ContextParams()
+    if memory_budget is not None:
+        await trio.to_thread.run_sync(_check_fits, artifact, route, context, parse_budget(memory_budget))
+    engines = await load_engines(artifact, ranges, context, threads=threads, mmap=mmap)
     with LlamaVocabulary(artifact.file.path) as vocabulary:
         async with open_cluster() as cluster:
             for ref, engine in zip(route.stages, engines, strict=True):

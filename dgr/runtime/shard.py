@@ -14,8 +14,9 @@ import trio
 from attrs import frozen
 
 from dgr.engine.base import EngineDescription, ShardEngine
+from dgr.engine.budget import check_budget
 from dgr.errors import WireError
-from dgr.runtime.ledger import Ledger, Lease, check_budget
+from dgr.runtime.ledger import Ledger, Lease
 from dgr.runtime.session import SessionActor
 from dgr.runtime.steps import Stepper, StepperStatistics
 from dgr.runtime.supervisor import EpochSupervisor
@@ -68,7 +69,7 @@ class Shard:
         self.name = name
         self.description = engine.describe()
         memory = engine.memory()
-        check_budget(f"stage {name} ({self.description.layers})", memory, self.description.context.n_seq_max, memory_budget)
+        check_budget({f"stage {name} ({self.description.layers})": memory}, self.description.context.n_seq_max, memory_budget)
         self.ledger = Ledger(memory, self.description.context.n_seq_max)
         self.stepper = Stepper(engine)
         self.time_to_live = time_to_live

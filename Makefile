@@ -1,0 +1,66 @@
+# make demo      builds everything, makes a small V4 model, generates text through three stages
+# make test      the default suite (make test-long: all of it)
+# make lint      ruff, mypy, import-linter
+# make build     the virtual environment with dgr in it, editable; C++ changes rebuild
+# make ctest     the C++ tests, built on their own out of tree
+#
+# Needs Python >= 3.11 with venv and headers, make and a C++ compiler; cmake and ninja come as wheels.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+MODEL  := build/demo.gguf
+
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+NATIVE := $(wildcard cffi_build/*.* vendor/llama.cpp/*.* vendor/llama.cpp/patches/*)
+
+# The build tools of the environment come first, also for the programs that they start.
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+
+.PHONY: demo test test-long lint build ctest check-patches clean
+
+demo: build $(MODEL)
+	$(BIN)/dgr generate --model $(MODEL) --split 0:15,15:29,29:43 --prompt "The quick brown fox" -n 32 --verify
+
+$(MODEL): $(VENV)/.stamp-dgr
+	mkdir -p $(@D)
+	test -e $@ || $(BIN)/dgr fixture $@
+	touch $@
+
+test: build
+	$(BIN)/python -m pytest -m "not slow and not native_reference"
+
+test-long: build
+	$(BIN)/python -m pytest
+
+lint: build
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy dgr $(if $(wildcard bench/*.py),bench)
+	$(BIN)/lint-imports
+
+build: $(VENV)/.stamp-dgr
+
+$(VENV)/.stamp-tools: constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "dgr needs Python 3.11 or later, $(PYTHON) is " + sys.version.split()[0])'
+	$(PYTHON) -c 'import os, sys, sysconfig; h = sysconfig.get_path("include") + "/Python.h"; sys.exit(not os.path.exists(h) and h + " is missing: install the headers of $(PYTHON) (python3-dev)")'
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) --upgrade pip
+	$(PIP) cffi cmake ninja patch-ng scikit-build-core
+	touch $@
+
+# Without isolation, so that a rebuild finds the same tools and build/editable and does only what changed.
+$(VENV)/.stamp-dgr: $(VENV)/.stamp-tools pyproject.toml $(NATIVE)
+	$(PIP) --no-build-isolation --editable ".[dev]" \
+		--config-settings=build-dir=build/editable --config-settings=cmake.define.DGR_TEST_EXTENSION=ON
+	touch $@
+
+ctest: build
+	cmake -S cffi_build -B build/native -G Ninja -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python
+	cmake --build build/native
+	ctest --test-dir build/native --output-on-failure
+
+check-patches: build
+	$(BIN)/python vendor/llama.cpp/check_patches.py
+
+clean:
+	rm -rf $(VENV) build

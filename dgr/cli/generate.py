@@ -1,0 +1,185 @@
+"""``dgr generate``: a prompt through a pipeline of stages in this process."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sys
+from contextlib import AbstractAsyncContextManager
+from typing import Any
+
+import attrs
+import trio
+
+from dgr.cli.options import add_model_arguments, context_of
+from dgr.engine.base import SamplingParams
+from dgr.engine.budget import human_bytes
+from dgr.runtime.client import GeneratedToken
+from dgr.runtime.events import Event, RouteChanged
+from dgr.runtime.local import open_pipeline
+from dgr.runtime.pipeline import Pipeline
+from dgr.runtime.shard import Shard
+
+__all__ = ["logits_digest", "register", "run"]
+
+
+def register(subparsers: argparse._SubParsersAction[Any]) -> None:
+    """Add the command."""
+    parser = subparsers.add_parser(
+        "generate",
+        help="answer a prompt through a pipeline of stages",
+        description="Answer a prompt through a pipeline of layer-range stages in this process. Greedy unless --temp is"
+        " given; tokens are printed as they come.",
+    )
+    add_model_arguments(parser)
+    parser.add_argument("--prompt", required=True, metavar="TEXT", help="the prompt; - reads standard input")
+    parser.add_argument("-n", "--max-tokens", type=int, default=64, metavar="N", help="most tokens to draw (default: 64)")
+    parser.add_argument("--temp", type=float, default=0.0, metavar="T", help="temperature; 0 is greedy (default)")
+    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="keep the K likeliest tokens (0: all)")
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="keep the likeliest tokens up to mass P")
+    parser.add_argument("--min-p", type=float, default=0.0, metavar="P", help="drop tokens below P times the likeliest")
+    parser.add_argument("--repeat-penalty", type=float, default=1.0, metavar="X", help="1: off")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the draws (default: 0)")
+    parser.add_argument("--ignore-eos", action="store_true", help="go on past the end-of-text token")
+    parser.add_argument("--verify", action="store_true", help="compare the pipeline's logits with the whole model's")
+    parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    return trio.run(_generate, args)
+
+
+def _open(args: argparse.Namespace, shards: list[Shard], split: str | None) -> AbstractAsyncContextManager[Pipeline]:
+    return open_pipeline(
+        args.model,
+        split,
+        context=context_of(args),
+        threads=args.threads,
+        mmap=args.mmap, memory_budget=args.memory,
+        chunk=args.chunk,
+        on_shard=shards.append,
+    )
+
+
+async def _generate(args: argparse.Namespace) -> int:
+    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    sampling = SamplingParams(
+        temperature=args.temp,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        min_p=args.min_p,
+        repeat_penalty=args.repeat_penalty,
+        seed=args.seed,
+    )
+    shards: list[Shard] = []
+    async with _open(args, shards, args.split) as pipeline:
+        stages = [_stage(shard) for shard in shards]
+        if not args.json:
+            _print_stages(stages)
+        events = pipeline.events()
+        tokens: list[GeneratedToken] = []
+        async with pipeline.session() as session:
+            generation = session.generate(
+                prompt, max_tokens=args.max_tokens, sampling=sampling, stop=() if args.ignore_eos else None
+            )
+            n_prompt = len(session.transcript)
+            began = trio.current_time()
+            first = began
+            async for token in generation:
+                if not tokens:
+                    first = trio.current_time()
+                tokens.append(token)
+                if not args.json:
+                    print(token.text, end="", flush=True)
+            ended = trio.current_time()
+            transcript = list(session.transcript)
+        verdict = await _verify(args, pipeline, transcript) if args.verify else None
+    result = {
+        "prompt_tokens": transcript[:n_prompt],
+        "tokens": [token.id for token in tokens],
+        "text": "".join(token.text for token in tokens),
+        "finish_reason": generation.finish_reason,
+        "stages": stages,
+        "seconds": {"to_first_token": first - began, "decode": ended - first},
+        "events": [_event(event) for event in _drain(events)],
+        "verified": verdict,
+    }
+    if args.json:
+        print(json.dumps(result))
+    else:
+        _print_end(result)
+    return 0 if verdict is None or verdict["equal"] else 1
+
+
+def _stage(shard: Shard) -> dict[str, Any]:
+    memory = shard.ledger.memory
+    return {
+        "name": shard.name,
+        "layers": str(shard.description.layers),
+        "weights_bytes": memory.weights,
+        "state_bytes": sum(memory.state.values()),
+        "state": dict(memory.state),
+        "compute_bytes": memory.compute,
+    }
+
+
+def _print_stages(stages: list[dict[str, Any]]) -> None:
+    for stage in stages:
+        print(
+            f"{stage['name']:<9} layers {stage['layers']:<6} weights {human_bytes(stage['weights_bytes']):>11}"
+            f"   state {human_bytes(stage['state_bytes']):>11}   compute {human_bytes(stage['compute_bytes']):>11}"
+        )
+    print()
+
+
+def _print_end(result: dict[str, Any]) -> None:
+    n_prompt, n_tokens = len(result["prompt_tokens"]), len(result["tokens"])
+    seconds = result["seconds"]
+    rate = f", {(n_tokens - 1) / seconds['decode']:.1f} tokens/s" if n_tokens > 1 and seconds["decode"] > 0 else ""
+    print(f"\n\n{n_prompt} prompt tokens, first token after {seconds['to_first_token']:.2f} s; {n_tokens} tokens{rate}", end="")
+    print(f"; ended by {result['finish_reason']}")
+    verdict = result["verified"]
+    if verdict is not None and verdict["equal"]:
+        print(f"logits of all {verdict['rows']} positions equal the whole model's, bit for bit ({verdict['digest']})")
+    elif verdict is not None:
+        print(f"logits DIFFER from the whole model's: {verdict['digest']} is not {verdict['whole_digest']}")
+
+
+def _event(event: Event) -> dict[str, Any]:
+    fields = attrs.asdict(event, recurse=False)
+    if isinstance(event, RouteChanged):
+        fields["route"] = str(event.route)
+    return {"event": type(event).__name__, **fields}
+
+
+def _drain(events: trio.MemoryReceiveChannel[Event]) -> list[Event]:
+    drained: list[Event] = []
+    while True:
+        try:
+            drained.append(events.receive_nowait())
+        except (trio.WouldBlock, trio.EndOfChannel):
+            return drained
+
+
+async def logits_digest(pipeline: Pipeline, tokens: list[int]) -> tuple[str, int]:
+    """(digest, rows) of the logits of every token, through a fresh session."""
+    digest = hashlib.blake2b(digest_size=16)
+    rows = 0
+
+    def take(_position: int, values: memoryview) -> None:
+        nonlocal rows
+        digest.update(values)
+        rows += values.nbytes // (4 * pipeline.n_vocab)
+
+    async with pipeline.session() as session:
+        await session.logits(tokens, take)
+    return digest.hexdigest(), rows
+
+
+async def _verify(args: argparse.Namespace, pipeline: Pipeline, transcript: list[int]) -> dict[str, Any]:
+    ours, rows = await logits_digest(pipeline, transcript)
+    async with _open(args, [], None) as whole:
+        theirs, _ = await logits_digest(whole, transcript)
+    return {"equal": ours == theirs, "rows": rows, "digest": ours, "whole_digest": theirs}

@@ -1,0 +1,55 @@
+"""Entry of the ``dgr`` command: find the command, run it, turn errors into one line and an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+
+from dgr.cli import fixture, generate, inspect, logits, selftest
+from dgr.errors import DgrError, InputError
+
+__all__ = ["main"]
+
+#: Exit codes: the caller's act, and everything else that failed.
+_BAD_INPUT = 2
+_FAILED = 1
+_INTERRUPTED = 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="dgr", description="Run DeepSeek V4 Flash as a pipeline of layer-range stages, bit for bit."
+    )
+    parser.add_argument("--version", action="version", version=f"dgr {version('dgr')}")
+    parser.add_argument("--log", metavar="LEVEL", default="warning", help="log level: debug, info, warning, error")
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in (generate, logits, inspect, fixture, selftest):
+        command.register(subparsers)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; gives the exit code: 0, 1 failed, 2 bad input, 130 interrupted."""
+    args = _parser().parse_args(argv)
+    level = logging.getLevelNamesMapping().get(args.log.upper())
+    if level is None:
+        print(f"dgr: error: --log {args.log!r} is none of debug, info, warning, error", file=sys.stderr)
+        return _BAD_INPUT
+    logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s")
+    try:
+        return int(args.run(args))
+    except InputError as error:
+        print(f"dgr: error: {error}", file=sys.stderr)
+        return _BAD_INPUT
+    except (DgrError, OSError) as error:
+        if isinstance(error, BrokenPipeError):  # the reader of our output went away, as `| head` does
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return _FAILED
+        print(f"dgr: error: {error}", file=sys.stderr)
+        return _FAILED
+    except KeyboardInterrupt:
+        return _INTERRUPTED

@@ -1,0 +1,67 @@
+"""Memory budgets: how much a stage may take, and the arithmetic of a refusal."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+import psutil
+
+from dgr.engine.base import MemoryReport
+from dgr.errors import BudgetExceeded, InputError
+
+__all__ = ["check_budget", "human_bytes", "parse_budget"]
+
+_UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?i?B|)", re.IGNORECASE)
+_SHARE = re.compile(r"(\d+(?:\.\d+)?)\s*%")
+
+
+def parse_budget(text: str | int) -> int:
+    """Bytes of a budget: a number, ``24GiB``, or a share of the machine's memory such as ``50%``."""
+    if isinstance(text, int):
+        size = float(text)
+    elif share := _SHARE.fullmatch(text.strip()):
+        size = psutil.virtual_memory().total * float(share[1]) / 100
+    elif (match := _SIZE.fullmatch(text.strip())) and match[2].upper() in _UNITS:
+        size = float(match[1]) * _UNITS[match[2].upper()]
+    else:
+        raise InputError(f"memory budget {text!r} is neither bytes, nor like 24GiB, nor a share of the machine like 50%")
+    if size < 1:
+        raise InputError(f"memory budget {text!r} is less than one byte")
+    return int(size)
+
+
+def human_bytes(n_bytes: int) -> str:
+    """``271466496`` -> ``258.89 MiB``."""
+    size = float(n_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            break
+        size /= 1024
+    return f"{n_bytes} B" if unit == "B" else f"{size:.2f} {unit}"
+
+
+def _exact(n_bytes: int) -> str:
+    return f"{n_bytes} B ({human_bytes(n_bytes)})"
+
+
+def check_budget(reports: Mapping[str, MemoryReport], n_slots: int, budget: int | None) -> None:
+    """Refuse stages whose weights, state and compute buffers together exceed ``budget`` bytes, showing the arithmetic.
+
+    ``reports``: what each stage takes, by name. ``n_slots``: sequence slots of each.
+    """
+    total = sum(report.total for report in reports.values())
+    if budget is None or total <= budget:
+        return
+    lines = []
+    for name, report in reports.items():
+        per_slot = sum(report.state.values()) // n_slots
+        lines.append(
+            f"{name}: weights {_exact(report.weights)} + state {n_slots} sessions x {_exact(per_slot)}"
+            f" + compute {_exact(report.compute)} = {_exact(report.total)}"
+        )
+    raise BudgetExceeded(
+        "; ".join(lines) + f"; in all {_exact(total)}, over the budget of {_exact(budget)} by {_exact(total - budget)}:"
+        " lower n_ctx or n_seq_max, own fewer layers, or raise the budget"
+    )
