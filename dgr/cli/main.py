@@ -9,7 +9,8 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from dgr.cli import fixture, generate, inspect, logits, selftest
+from dgr.cli import fixture, generate, inspect, logits
+from dgr.engine.native import build_info
 from dgr.errors import DgrError, InputError
 
 __all__ = ["main"]
@@ -20,14 +21,25 @@ _FAILED = 1
 _INTERRUPTED = 130
 
 
+class _Version(argparse.Action):
+    """Print versions and leave; asked for only when the flag is given."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str) -> None:
+        super().__init__(option_strings, dest, nargs=0, help="show the versions of dgr and of its llama.cpp, and exit")
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        print(f"dgr {version('dgr')}, llama.cpp {build_info()['llama_cpp_commit'][:9]}")
+        parser.exit()
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="dgr", description="Run DeepSeek V4 Flash as a pipeline of layer-range stages, bit for bit."
     )
-    parser.add_argument("--version", action="version", version=f"dgr {version('dgr')}")
+    parser.add_argument("--version", action=_Version)
     parser.add_argument("--log", metavar="LEVEL", default="warning", help="log level: debug, info, warning, error")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (generate, logits, inspect, fixture, selftest):
+    for command in (generate, logits, inspect, fixture):
         command.register(subparsers)
     return parser
 

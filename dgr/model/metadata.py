@@ -187,7 +187,7 @@ def _check_fixed(keys: _Keys, n_blocks: int, head_dim: int, rope_dim: int, n_exp
                 f"{ARCHITECTURE}.{suffix} is {value}, but must equal {ARCHITECTURE}.{other} ({expected})"
             )
     groups = keys.get("expert_group_count", int, 0)
-    if groups > 1 or groups >= n_expert:
+    if groups > 1 or (groups and n_expert <= groups):
         raise UnsupportedModel(f"{ARCHITECTURE}.expert_group_count is {groups}, but V4 routes without groups (0)")
     if not keys.get("attention.causal", bool, True):
         raise UnsupportedModel(f"{ARCHITECTURE}.attention.causal is False, but V4 is causal")

@@ -79,7 +79,9 @@ def test_types_by_range(min_mixed: Path) -> None:
 
 def test_a_missing_tensor_is_named_and_only_its_range_refused(min_model: Path) -> None:
     artifact = with_tensors(Artifact.open(min_model), lambda tensors: tensors.pop("blk.2.indexer.proj.weight") and None)
-    with pytest.raises(ArtifactError, match=r"'blk\.2\.indexer\.proj\.weight' is missing, but layer range 0:4 needs it"):
+    with pytest.raises(
+        ArtifactError, match=r"'blk\.2\.indexer\.proj\.weight' is missing, but layer range 0:4 needs it"
+    ):
         artifact.check(artifact.hp.whole)
     artifact.check(LayerRange(0, 2))
     artifact.check(LayerRange(3, 4))
@@ -115,9 +117,7 @@ def replaced(name: str, **fields: object) -> Callable[[dict[str, TensorInfo]], N
         ("blk.1.ffn_up_exps.weight", {"type": GgmlType.Q8_K}, "type q8_K, but must have"),
     ],
 )
-def test_misshapen_and_mistyped_tensors(
-    min_model: Path, name: str, fields: Mapping[str, object], message: str
-) -> None:
+def test_misshapen_and_mistyped_tensors(min_model: Path, name: str, fields: Mapping[str, object], message: str) -> None:
     artifact = with_tensors(Artifact.open(min_model), replaced(name, **fields))
     with pytest.raises(ArtifactError, match=message):
         artifact.check(artifact.hp.whole)
@@ -134,13 +134,15 @@ def test_a_tensor_of_another_model_is_refused(min_model: Path) -> None:
         tensors["engram.table.weight"] = evolve(tensors["token_embd.weight"], name="engram.table.weight")
 
     artifact = with_tensors(Artifact.open(min_model), add)
-    with pytest.raises(UnsupportedModel, match="'engram.table.weight' is no part of"):
+    with pytest.raises(UnsupportedModel, match=r"'engram\.table\.weight' is no part of"):
         artifact.check(artifact.hp.whole)
 
 
 def test_optional_vision_bias_is_part_of_the_model(min_model: Path) -> None:
     def add(tensors: dict[str, TensorInfo]) -> None:
-        tensors["blk.0.exp_probs_b_vl.bias"] = evolve(tensors["blk.3.exp_probs_b.bias"], name="blk.0.exp_probs_b_vl.bias")
+        tensors["blk.0.exp_probs_b_vl.bias"] = evolve(
+            tensors["blk.3.exp_probs_b.bias"], name="blk.0.exp_probs_b_vl.bias"
+        )
 
     with_tensors(Artifact.open(min_model), add).check(LayerRange(0, 4))
 
@@ -155,7 +157,9 @@ def test_expert_ids_in_the_hash_table_are_checked(
     struct.pack_into("<i", raw, table.offset + 4 * place, expert)
     path.write_bytes(raw)
     artifact = Artifact.open(path)
-    with pytest.raises(ArtifactError, match=rf"blk\.{layer}\..* sends token {place // 2} to expert {expert}, .* 0 to 3"):
+    with pytest.raises(
+        ArtifactError, match=rf"blk\.{layer}\..* sends token {place // 2} to expert {expert}, .* 0 to 3"
+    ):
         artifact.check(artifact.hp.whole)
     artifact.check(LayerRange(3, 4))
 
@@ -225,9 +229,12 @@ def test_identity_ignores_names_and_order_and_nothing_else(min_model: Path, tmp_
 
 
 def test_identity_is_stable() -> None:
-    metadata = {"general.architecture": MetaValue(ValueType.STRING, "deepseek4"), "k": MetaValue(ValueType.FLOAT32, 0.5)}
+    metadata = {
+        "general.architecture": MetaValue(ValueType.STRING, "deepseek4"),
+        "k": MetaValue(ValueType.FLOAT32, 0.5),
+    }
     tensors = [TensorInfo("t", (4, 2), GgmlType.F16, 0, 16)]
-    assert identity(metadata, tensors) == "PINNED"
+    assert identity(metadata, tensors) == "55735c1c40ba3b6d74f2d3d49d3215fbcfe7be356f92ba482aea00c8e6706be6"
 
 
 def test_seeds_share_an_identity_and_shapes_do_not(min_model: Path, tmp_path: Path) -> None:

@@ -146,7 +146,10 @@ BAD_FILES: dict[str, tuple[Callable[[Build], bytes], str]] = {
     "big-endian": (lambda b: b(version=3 << 24), "version 50331648"),
     "key count": (lambda b: b(n_pairs=HUGE), "claims 18446744073709551615 keys"),
     "tensor count": (lambda b: b(n_tensors=1 << 40), "claims 1099511627776 tensors"),
-    "string length": (lambda b: b([("k", ValueType.STRING, struct.pack("<Q", HUGE))]), "needs 18446744073709551615 bytes"),
+    "string length": (
+        lambda b: b([("k", ValueType.STRING, struct.pack("<Q", HUGE))]),
+        "needs 18446744073709551615 bytes",
+    ),
     "array count": (
         lambda b: b([("k", ValueType.ARRAY, array(ValueType.UINT8, HUGE, b""))]),
         "claims 18446744073709551615 elements",
@@ -233,7 +236,9 @@ def test_what_is_no_file(tmp_path: Path) -> None:
 def damage(draw: st.DrawFn, size: int) -> list[tuple[str, int, bytes]]:
     """A few overwritten, inserted or cut places in the first ``size`` bytes."""
     places = st.integers(0, size - 1)
-    words = st.sampled_from([b"\0", b"\xff", b"\x7f", b"\0" * 8, b"\xff" * 8, b"\xff" * 7 + b"\x7f", struct.pack("<Q", 9)])
+    words = st.sampled_from(
+        [b"\0", b"\xff", b"\x7f", b"\0" * 8, b"\xff" * 8, b"\xff" * 7 + b"\x7f", struct.pack("<Q", 9)]
+    )
     change = st.tuples(st.sampled_from(["write", "insert", "cut", "truncate"]), places, words | st.binary(max_size=9))
     return draw(st.lists(change, min_size=1, max_size=4))
 
@@ -291,5 +296,7 @@ def test_sizes_of_every_type_match_the_gguf_package() -> None:
     assert {name: ours[name] for name in shared} == {name: theirs[name] for name in shared}
     # Younger than the package (ggml-common.h at the pin).
     assert {name: ours[name] for name in ours if name not in theirs} == {
-        name: size for name, size in {"NVFP4": (64, 36), "Q1_0": (128, 18), "Q2_0": (64, 18)}.items() if name not in theirs
+        name: size
+        for name, size in {"NVFP4": (64, 36), "Q1_0": (128, 18), "Q2_0": (64, 18)}.items()
+        if name not in theirs
     }

@@ -28,7 +28,9 @@ def ints(*values: int) -> MetaValue:
 
 
 def floats(*values: float) -> MetaValue:
-    return MetaValue(ValueType.ARRAY, MetaArray(ValueType.FLOAT32, len(values), struct.pack(f"<{len(values)}f", *values)))
+    return MetaValue(
+        ValueType.ARRAY, MetaArray(ValueType.FLOAT32, len(values), struct.pack(f"<{len(values)}f", *values))
+    )
 
 
 def words(value: str) -> MetaValue:
@@ -117,7 +119,10 @@ REFUSED: dict[str, tuple[dict[str, MetaValue | None], str]] = {
     "llama": ({"general.architecture": words("llama")}, "'llama', but this version runs 'deepseek4'"),
     "no architecture": ({"general.architecture": None}, "general.architecture is missing"),
     "v4.1 architecture": ({"general.architecture": words("deepseek4_1")}, "V4.1 shares K rows"),
-    "v4.1 keys": ({"attention.kv_source_layer_ids": ints(0, 0, 2, 2)}, "kv_source_layer_ids marks a model whose layers"),
+    "v4.1 keys": (
+        {"attention.kv_source_layer_ids": ints(0, 0, 2, 2)},
+        "kv_source_layer_ids marks a model whose layers",
+    ),
     "shared kv": ({"attention.shared_kv_layers": u32(2)}, "V4.1 shares K rows"),
     "ratio 7": ({"attention.compress_ratios": ints(0, 0, 7, 128, 0)}, "compress_ratios[2] is 7; only 0, 4 and 128"),
     "negative ratio": ({"attention.compress_ratios": ints(0, 0, -4, 128, 0)}, "compress_ratios[2] is -4"),
@@ -138,6 +143,10 @@ REFUSED: dict[str, tuple[dict[str, MetaValue | None], str]] = {
     "experts used vary": ({"expert_used_count": ints(2, 2, 1, 2, 2)}, "differs between blocks (1 to 2)"),
     "no shared expert": ({"expert_shared_count": u32(0)}, "expert_shared_count is 0"),
     "expert groups": ({"expert_group_count": u32(2)}, "expert_group_count is 2"),
+    "one group of one": (
+        {"expert_group_count": u32(1), "expert_count": u32(1), "expert_used_count": u32(1)},
+        "expert_group_count is 1",
+    ),
     "gating": ({"expert_gating_func": u32(2)}, "expert_gating_func is 2, but V4 needs 4"),
     "hc 2": ({"hyper_connection.count": u32(2), "embedding_length_out": u32(64)}, "hyper_connection.count is 2"),
     "hc width": ({"embedding_length_out": u32(32)}, "embedding_length_out is 32"),
@@ -146,11 +155,17 @@ REFUSED: dict[str, tuple[dict[str, MetaValue | None], str]] = {
     "hc epsilon": ({"hyper_connection.epsilon": f32(float("inf"))}, "epsilon is inf"),
     "kv heads": ({"attention.head_count_kv": u32(4)}, "head_count_kv is 4, but V4 has 1"),
     "kv heads missing": ({"attention.head_count_kv": None}, "head_count_kv is missing"),
-    "value length": ({"attention.value_length": u32(8)}, "value_length is 8, but must equal deepseek4.attention.key_length"),
+    "value length": (
+        {"attention.value_length": u32(8)},
+        "value_length is 8, but must equal deepseek4.attention.key_length",
+    ),
     "swa key length": ({"attention.key_length_swa": u32(8)}, "key_length_swa is 8"),
     "swa rope": ({"rope.dimension_count_swa": u32(4)}, "dimension_count_swa is 4"),
     "o_groups 0": ({"attention.output_group_count": u32(0)}, "output_group_count is 0"),
-    "o_groups 3": ({"attention.output_group_count": u32(3)}, "output_group_count is 3, which does not divide the 4 heads"),
+    "o_groups 3": (
+        {"attention.output_group_count": u32(3)},
+        "output_group_count is 3, which does not divide the 4 heads",
+    ),
     "rope odd": ({"rope.dimension_count": u32(7)}, "dimension_count is 7, but must be even"),
     "rope wide": ({"rope.dimension_count": u32(18)}, "at most the key length 16"),
     "indexer 96": ({"attention.indexer.key_length": u32(96)}, "key_length is 96, but must be a multiple of 64"),
@@ -160,7 +175,10 @@ REFUSED: dict[str, tuple[dict[str, MetaValue | None], str]] = {
     "window huge": ({"attention.sliding_window": u32(1 << 31)}, "sliding_window is 2147483648, beyond the context"),
     "hash over mtp": ({"hash_layer_count": u32(5)}, "hash_layer_count is 5"),
     "no causal": ({"attention.causal": MetaValue(ValueType.BOOL, False)}, "attention.causal is False"),
-    "yarn type missing": ({"rope.scaling.type": None}, "rope.scaling.type is missing: without it llama.cpp would rotate"),
+    "yarn type missing": (
+        {"rope.scaling.type": None},
+        "rope.scaling.type is missing: without it llama.cpp would rotate",
+    ),
     "yarn factor missing": ({"rope.scaling.factor": None}, "rope.scaling.factor is missing: without it"),
     "yarn context missing": ({"rope.scaling.original_context_length": None}, "original_context_length is missing"),
     "linear scaling": ({"rope.scaling.type": words("linear")}, "rope.scaling.type is 'linear'"),
@@ -168,7 +186,10 @@ REFUSED: dict[str, tuple[dict[str, MetaValue | None], str]] = {
     "yarn factor 0": ({"rope.scaling.factor": f32(0.0)}, "rope.scaling.factor is 0.0"),
     "rms epsilon": ({"attention.layer_norm_rms_epsilon": f32(-1.0)}, "rms_epsilon is -1.0"),
     "missing key": ({"attention.q_lora_rank": None}, "attention.q_lora_rank is missing"),
-    "wrong type": ({"attention.q_lora_rank": f32(32.0)}, "q_lora_rank is 32.0 (FLOAT32), but llama.cpp takes UINT32 only"),
+    "wrong type": (
+        {"attention.q_lora_rank": f32(32.0)},
+        "q_lora_rank is 32.0 (FLOAT32), but llama.cpp takes UINT32 only",
+    ),
     "wide integer": ({"embedding_length": MetaValue(ValueType.UINT64, 32)}, "llama.cpp takes UINT32 only"),
     "array for scalar": ({"embedding_length": ints(32)}, "an array of 1 INT32"),
     "tokens": ({"tokenizer.ggml.tokens": ints(1, 2)}, "tokenizer.ggml.tokens is an array of 2 INT32"),
@@ -210,5 +231,3 @@ def test_probe_asks_for_the_block_behind_the_main_layers(header: GgufFile) -> No
 
     from_metadata(header.metadata, has_tensor)
     assert asked == ["blk.4.nextn.eh_proj.weight"]
-
-

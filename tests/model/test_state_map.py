@@ -6,6 +6,7 @@ allocation; they are literals so that a wrong formula cannot agree with itself.
 
 from __future__ import annotations
 
+import itertools
 import re
 from pathlib import Path
 
@@ -71,7 +72,7 @@ def test_f32_k_cache_doubles_all_but_the_rings() -> None:
 )
 def test_four_stage_split(n_ctx: int, mib: list[float]) -> None:
     cuts = (0, 11, 22, 33, 43)
-    stages = [total(LayerRange(a, b), n_ctx) for a, b in zip(cuts, cuts[1:], strict=False)]
+    stages = [total(LayerRange(a, b), n_ctx) for a, b in itertools.pairwise(cuts)]
     assert [round(stage / MIB, 1) for stage in stages] == mib
     assert sum(stages) == total(WHOLE, n_ctx)
 
