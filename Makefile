@@ -48,8 +48,10 @@ $(VENV)/.stamp-tools: constraints.txt
 	$(PIP) cffi cmake ninja patch-ng scikit-build-core
 	touch $@
 
-# Without isolation, so that a rebuild finds the same tools and build/editable and does only what changed.
+# llama.cpp first, on its own: pip would hide minutes of progress. Then without isolation, so that a rebuild finds the same
+# tools and build/editable and does only what changed.
 $(VENV)/.stamp-dgr: $(VENV)/.stamp-tools pyproject.toml $(NATIVE)
+	$(BIN)/python cffi_build/llama_cpp.py
 	$(PIP) --no-build-isolation --editable ".[dev]" \
 		--config-settings=build-dir=build/editable --config-settings=cmake.define.DGR_TEST_EXTENSION=ON
 	touch $@

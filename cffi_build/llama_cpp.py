@@ -140,8 +140,8 @@ class Flavour:
 
     def __init__(self, *, patched: bool, cc: str, cxx: str) -> None:
         self.patched = patched
-        self.cc = cc
-        self.cxx = cxx
+        self.cc = shutil.which(cc) or cc  # as CMake names it
+        self.cxx = shutil.which(cxx) or cxx
         self.patch_digest = patch_digest() if patched else "unpatched"
         self.cmake_args = [*CMAKE_ARGS, *shlex.split(os.environ.get("DGR_LLAMA_CMAKE_ARGS", ""))]
 

@@ -97,6 +97,10 @@ class Route:
                 raise InvalidRoute(f"the route names stage {stage.address!r} twice; a stage owns one layer range")
             seen.add(stage.address)
 
+    def predecessor(self, index: int) -> str:
+        """Address of the stage before ``index``; empty for the head."""
+        return self.stages[index - 1].address if index else ""
+
     def successor(self, index: int) -> str:
         """Address of the stage after ``index``; empty for the tail."""
         return self.stages[index + 1].address if index + 1 < len(self.stages) else ""

@@ -14,7 +14,7 @@ from dgr.engine.base import ContextParams, EngineDescription, ShardEngine
 from dgr.engine.budget import check_budget, parse_budget
 from dgr.engine.llama import LlamaEngine, estimate_memory
 from dgr.engine.vocab import LlamaVocabulary
-from dgr.errors import LinkBroken
+from dgr.errors import DgrError, LinkBroken
 from dgr.model.artifact import Artifact
 from dgr.model.route import LayerRange, Route, StageRef, parse_split
 from dgr.runtime.pipeline import Pipeline, Timeouts, open_pipeline_on
@@ -147,16 +147,22 @@ async def load_engines(
     """Load one engine per range, side by side; when one fails, none stays behind."""
     artifact = model if isinstance(model, Artifact) else await trio.to_thread.run_sync(Artifact.open, model)
     engines: dict[int, LlamaEngine] = {}
+    failures: list[DgrError] = []
 
     async def load(index: int, layers: LayerRange) -> None:
-        engines[index] = await trio.to_thread.run_sync(
-            lambda: LlamaEngine(artifact, layers, context, threads=threads, mmap=mmap)
-        )
+        try:
+            engines[index] = await trio.to_thread.run_sync(
+                lambda: LlamaEngine(artifact, layers, context, threads=threads, mmap=mmap)
+            )
+        except DgrError as error:
+            failures.append(error)  # the others fail for the same reason as a rule: one is enough to tell
 
     try:
         async with open_nursery() as nursery:
             for index, layers in enumerate(ranges):
                 nursery.start_soon(load, index, layers)
+        if failures:
+            raise failures[0]
     except BaseException:
         for engine in engines.values():
             engine.stop()

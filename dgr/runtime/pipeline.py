@@ -253,7 +253,7 @@ class Pipeline:
         for index, ref in enumerate(route.stages):
             answer = self.expect(ref.address, 0, self.epoch)
             self._stages[ref.address].link.send_nowait(
-                frames.Fence(self.route_id, self.epoch, route.successor(index))
+                frames.Fence(self.route_id, self.epoch, ref.address, route.predecessor(index), route.successor(index))
             )
             answers.append((ref, answer))
         fenced: list[frames.Fenced] = []

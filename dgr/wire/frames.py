@@ -45,6 +45,16 @@ __all__ = [
     "StaleEpoch",
     "Token",
     "Tokens",
+    "Context",
+    "Credit",
+    "Denied",
+    "Hello",
+    "Identity",
+    "Ping",
+    "Pong",
+    "Ready",
+    "Role",
+    "Welcome",
     "decode",
     "encode_message",
 ]
@@ -52,13 +62,22 @@ __all__ = [
 #: Grows with every change of the union.
 SCHEMA_VERSION = 1
 
+#: Largest finite float32: the sampler computes in that type. NaN and the infinities are outside the range.
+_FLOAT_MAX = 3.4028234663852886e38
+
 _U32 = Annotated[int, Meta(ge=0, le=2**32 - 1)]
 _U63 = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 _TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+_Finite = Annotated[float, Meta(ge=-_FLOAT_MAX, le=_FLOAT_MAX)]
 _Digest = Annotated[bytes, Meta(min_length=16, max_length=16)]
 _RouteId = Annotated[bytes, Meta(min_length=16, max_length=16)]
 _Text = Annotated[str, Meta(max_length=4096)]
 _Address = Annotated[str, Meta(max_length=256)]
+_Name = Annotated[str, Meta(max_length=128)]
+#: Top log-probabilities beside one token.
+_TOP_MAX = 64
+#: State components of one session; a stage of V4 owns at most seven.
+_COMPONENTS_MAX = 16
 #: Token ids of one frame; the negotiated n_batch is the tighter limit.
 _TokenIds = Annotated[tuple[_TokenId, ...], Meta(min_length=1, max_length=2**20)]
 
@@ -125,17 +144,17 @@ class Expectation(_Plain, frozen=True):
 class Sampling(_Plain, frozen=True):
     """How the tail draws the next token; see :class:`dgr.engine.base.SamplingParams`."""
 
-    temperature: float
+    temperature: _Finite
     top_k: Annotated[int, Meta(ge=0, le=2**31 - 1)]
-    top_p: float
-    min_p: float
-    repeat_penalty: float
-    frequency_penalty: float
-    presence_penalty: float
+    top_p: _Finite
+    min_p: _Finite
+    repeat_penalty: _Finite
+    frequency_penalty: _Finite
+    presence_penalty: _Finite
     penalty_last_n: Annotated[int, Meta(ge=-1, le=2**31 - 1)]
     seed: _U63
     choice: _U32
-    top_logprobs: Annotated[int, Meta(ge=0, le=64)]
+    top_logprobs: Annotated[int, Meta(ge=0, le=_TOP_MAX)]
 
 
 class ComponentState(_Plain, frozen=True):
@@ -155,11 +174,14 @@ class ComponentState(_Plain, frozen=True):
 class Fence(_Message, frozen=True, tag=1):
     """Raise the epoch of a route session: drop all state of older epochs, then push boundaries to ``successor``.
 
-    ``successor`` is the address of the next stage, empty on a tail.
+    Addresses as the route names them: of this stage, of the one before it (empty on a head; boundaries are taken from no
+    one else), of the one after it (empty on a tail).
     """
 
     route: _RouteId
     epoch: _U63
+    stage: _Address
+    predecessor: _Address
     successor: _Address
 
 
@@ -217,6 +239,13 @@ class Boundary(_Message, frozen=True, tag=7):
     payload: _U63
 
 
+class Ready(_Message, frozen=True, tag=8):
+    """From a stage to the one before it: this stage and all behind it admit the epoch. Flows from the tail to the head."""
+
+    route: _RouteId
+    epoch: _U63
+
+
 # --- stage to pipeline -----------------------------------------------------------------------------------------------
 
 
@@ -260,7 +289,7 @@ class Token(_Message, frozen=True, tag=20):
     seq: _U63
     position: _U32
     token: _TokenId
-    top: tuple[tuple[_TokenId, float], ...] = ()
+    top: Annotated[tuple[tuple[_TokenId, float], ...], Meta(max_length=_TOP_MAX)] = ()
 
 
 class Logits(_Message, frozen=True, tag=21):
@@ -269,7 +298,7 @@ class Logits(_Message, frozen=True, tag=21):
     key: Key
     seq: _U63
     position: _U32
-    n_rows: _U32
+    n_rows: Annotated[int, Meta(ge=1, le=2**32 - 1)]
     payload: _U63
 
 
@@ -314,7 +343,100 @@ class Frontier(_Message, frozen=True, tag=26):
     seq: _U63
     position: _U32
     digest: _Digest
-    components: tuple[ComponentState, ...]
+    components: Annotated[tuple[ComponentState, ...], Meta(max_length=_COMPONENTS_MAX)]
+
+
+# --- every link ------------------------------------------------------------------------------------------------------
+
+
+class Role(enum.IntEnum):
+    """Who opens a link, and so what the link is for."""
+
+    #: A client: a control link.
+    PIPELINE = 0
+    #: The previous stage: a boundary link.
+    STAGE = 1
+
+
+class Context(_Plain, frozen=True):
+    """Context parameters; see :class:`dgr.engine.base.ContextParams`."""
+
+    n_ctx: _U32
+    n_batch: _U32
+    n_ubatch: _U32
+    n_seq_max: _U32
+    type_k: _Name
+    flash_attn: bool
+    numerics: _Name
+
+
+class Identity(_Plain, frozen=True):
+    """What a stage is, to the last bit that matters for its numbers."""
+
+    adapter: _Name
+    architecture: _Name
+    artifact: _Name
+    runtime: _Name
+    layer_begin: _U32
+    layer_end: _U32
+    n_layers: _U32
+    n_vocab: _U32
+    width_in: _U32
+    width_out: _U32
+    token_sideband: bool
+    kernel_fingerprint: _Name
+    wire_dtype: _Name
+    context: Context
+    components: Annotated[tuple[_Name, ...], Meta(max_length=64)]
+    capabilities: Annotated[tuple[tuple[_Name, _Name], ...], Meta(max_length=64)]
+
+
+class Hello(_Message, frozen=True, tag=32):
+    """The first frame of a link, from whoever opened it.
+
+    ``name``: the address under which the route knows a stage; any name for a client. ``identity``: what a stage is.
+    ``wants``: capabilities the opener would use.
+    """
+
+    role: Role
+    name: _Address
+    identity: Identity | None
+    wants: Annotated[tuple[_Name, ...], Meta(max_length=64)] = ()
+
+
+class Welcome(_Message, frozen=True, tag=33):
+    """The answer to a Hello that fits; ``credit`` payload bytes may be sent before the first :class:`Credit`."""
+
+    identity: Identity
+    credit: _U63
+
+
+class Denied(_Message, frozen=True, tag=34):
+    """The answer to a Hello that does not fit, naming both values; the link is closed."""
+
+    message: _Text
+
+
+class Credit(_Message, frozen=True, tag=35):
+    """``bytes`` of payload were consumed and may be sent again."""
+
+    bytes: _U63
+
+
+class Ping(_Message, frozen=True, tag=36):
+    """A sign of life; with a ``nonce`` other than 0 it asks for a :class:`Pong`. ``zeros`` fill a link to measure it.
+
+    The framer refuses any other byte in ``zeros``: nothing can be carried there.
+    """
+
+    nonce: _U63
+    zeros: Annotated[bytes, Meta(max_length=60_000)] = b""
+
+
+class Pong(_Message, frozen=True, tag=37):
+    """The answer to a Ping with this nonce."""
+
+    nonce: _U63
 
 
 Frame = (
@@ -325,6 +447,7 @@ Frame = (
     | Probe
     | Tokens
     | Boundary
+    | Ready
     | Fenced
     | Opened
     | Closed
@@ -336,6 +459,12 @@ Frame = (
     | Refused
     | Cancelled
     | Frontier
+    | Hello
+    | Welcome
+    | Denied
+    | Credit
+    | Ping
+    | Pong
 )
 
 _encoder = msgspec.msgpack.Encoder()
@@ -352,9 +481,29 @@ def decode(data: bytes | bytearray | memoryview) -> Frame:
     return _decoder.decode(data)
 
 
-def _describe(schema: Any) -> str:
-    return msgspec.json.encode(msgspec.to_builtins(msgspec.json.schema(schema)), order="deterministic").decode()
+def _describe(schema: Any) -> Any:
+    """A type as plain lists: names, order, tags, bounds and defaults, but no prose.
+
+    Docstrings stay out (and so does msgspec's own JSON schema, which has them): two hosts that differ in a comment, in
+    ``-OO`` or in how their Python indents docstrings still speak the same schema.
+    """
+    match schema:
+        case msgspec.inspect.StructType():
+            settings = [schema.cls.__name__, schema.tag, schema.array_like, schema.forbid_unknown_fields]
+            return [*settings, [[field.name, _describe(field.type), repr(field.default)] for field in schema.fields]]
+        case msgspec.inspect.EnumType():
+            return [schema.cls.__name__, [[member.name, member.value] for member in schema.cls]]
+        case msgspec.inspect.Type():
+            return [type(schema).__name__, _describe(msgspec.structs.asdict(schema))]
+        case dict():
+            return [[name, _describe(value)] for name, value in sorted(schema.items()) if value is not None]
+        case tuple():
+            return [_describe(item) for item in schema]
+        case _:
+            return repr(schema)
 
 
 #: Digest of the union's schema, compared at the handshake, hex.
-SCHEMA_HASH = hashlib.blake2b(_describe(Frame).encode(), digest_size=16).hexdigest()
+SCHEMA_HASH = hashlib.blake2b(
+    msgspec.json.encode(_describe(msgspec.inspect.type_info(Frame))), digest_size=16
+).hexdigest()

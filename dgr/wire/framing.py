@@ -5,7 +5,11 @@ holds one msgpack frame. A frame that announces a payload names a *stream*, and 
 packets of that stream, each at most :attr:`Limits.fragment` bytes, in order; packets of other streams may come between
 them, so a long prefill never blocks a control message. The receiver knows a payload's size from the message alone, checks
 it against what was negotiated (n_batch, boundary width, vocabulary), and only then allocates the one buffer into which
-fragments are copied: one copy per received byte.
+fragments are copied: one copy per received byte. What all payloads under way may hold together is bounded too, so that a
+few hundred hostile bytes cannot make it allocate many times what an honest link ever holds.
+
+The state of the framer depends on the bytes alone, never on how they were chopped: frames that came before a bad byte are
+given out, and everything after it is refused.
 """
 
 from __future__ import annotations
@@ -20,9 +24,9 @@ from dgr.errors import FrameError
 from dgr.wire import frames
 from dgr.wire.frames import Boundary, Frame, Logits
 
-__all__ = ["HEADER_SIZE", "Framer", "Limits", "Received", "encode"]
+__all__ = ["HEADER_SIZE", "Framer", "Limits", "Packet", "Received", "encode"]
 
-_HEADER = struct.Struct("<IBxH")
+_HEADER = struct.Struct("<IBBH")
 #: Bytes before every packet body.
 HEADER_SIZE = _HEADER.size
 _MESSAGE = 1
@@ -46,6 +50,11 @@ class Limits:
     streams: int = 64
 
     @property
+    def under_way(self) -> int:
+        """Most payload bytes under way at once: two full boundaries. One payload of any legal size always fits."""
+        return 2 * self.n_batch * self.boundary_width * _FLOAT
+
+    @property
     def message(self) -> int:
         """Largest message body, bytes: 5 per token id and room for every other field."""
         return 64 * 1024 + 5 * self.n_batch
@@ -65,6 +74,8 @@ class Limits:
             case frames.Tokens():
                 _check_batch(frame.tokens, self.n_batch)
                 return 0
+            case frames.Ping(zeros=zeros) if zeros.count(0) != len(zeros):
+                raise FrameError("a Ping carries bytes other than zero")
             case _:
                 return 0
         if frame.payload != expected:
@@ -79,6 +90,10 @@ def _check_batch(tokens: tuple[int, ...], n_batch: int) -> None:
         raise FrameError(f"work frame holds {len(tokens)} tokens; the link agreed on n_batch {n_batch}: send smaller chunks")
 
 
+#: One packet as (head, body): a message is all head, a fragment's body is a view of the payload.
+Packet = tuple[bytes, memoryview | None]
+
+
 @frozen
 class Received:
     """A whole frame, with its payload if it has one."""
@@ -89,24 +104,31 @@ class Received:
 
 def encode(
     frame: Frame, payload: bytes | bytearray | memoryview | None, stream: int, limits: Limits
-) -> Iterator[tuple[bytes, memoryview | None]]:
-    """Packets of a frame, in order, each as (head, body): the message is all head, a fragment's body is a view.
+) -> Iterator[Packet]:
+    """Packets of a frame, in order. The frame is checked before the first one is asked for.
 
-    ``stream`` (1..65535) must not be in use by another payload under way on the link.
+    ``stream`` (1..65535) must not be in use by another payload under way on the link. Raises :class:`FrameError` for
+    whatever the other side would refuse: the sender of a bad frame learns of it, and the link lives on.
     """
     size = limits.payload(frame)
-    view = memoryview(payload).cast("B") if payload is not None else None
-    given = 0 if view is None else view.nbytes
-    if given != size:
-        raise FrameError(f"{type(frame).__name__} was given a payload of {given} bytes; its fields say {size}")
+    view = memoryview(payload).cast("B") if payload is not None else memoryview(b"")
+    if view.nbytes != size:
+        raise FrameError(f"{type(frame).__name__} was given a payload of {view.nbytes} bytes; its fields say {size}")
     body = frames.encode_message(frame)
     if len(body) > limits.message:
         raise FrameError(f"{type(frame).__name__} is {len(body)} bytes; the link agreed on {limits.message}")
-    yield _HEADER.pack(len(body), _MESSAGE, stream if size else 0) + body, None
-    if view is not None:
-        for start in range(0, size, limits.fragment):
-            fragment = view[start : start + limits.fragment]
-            yield _HEADER.pack(fragment.nbytes, _FRAGMENT, stream), fragment
+    try:
+        frames.decode(body)  # a struct does not check its own fields when it is made
+    except msgspec.DecodeError as error:
+        raise FrameError(f"{type(frame).__name__} breaks the schema: {error}") from error
+    return _packets(body, view, stream, limits.fragment)
+
+
+def _packets(body: bytes, payload: memoryview, stream: int, fragment_size: int) -> Iterator[Packet]:
+    yield _HEADER.pack(len(body), _MESSAGE, 0, stream if payload.nbytes else 0) + body, None
+    for start in range(0, payload.nbytes, fragment_size):
+        fragment = payload[start : start + fragment_size]
+        yield _HEADER.pack(fragment.nbytes, _FRAGMENT, 0, stream), fragment
 
 
 class _Assembly:
@@ -124,9 +146,10 @@ class Framer:
     """Bytes in, frames out. Any :class:`FrameError` is final: the link must be closed."""
 
     def __init__(self, limits: Limits) -> None:
+        #: What the bytes were refused for; nothing more is taken after it.
+        self.error: FrameError | None = None
         self._limits = limits
         self._header = bytearray()
-        self._kind = 0
         self._left = 0
         self._message: bytearray | None = None
         self._target: _Assembly | None = None
@@ -135,27 +158,47 @@ class Framer:
 
     @property
     def pending(self) -> int:
-        """Bytes held for frames that are not whole yet."""
-        held = sum(len(assembly.buffer) for assembly in self._assemblies.values())
-        return held + len(self._header) + (0 if self._message is None else len(self._message))
+        """Bytes held for frames that are not whole yet; 0 exactly between two frames."""
+        message = 0 if self._message is None else HEADER_SIZE + len(self._message)
+        return len(self._header) + message + self._assembling
+
+    @property
+    def _assembling(self) -> int:
+        return sum(len(assembly.buffer) for assembly in self._assemblies.values())
 
     def receive(self, data: bytes | bytearray | memoryview) -> list[Received]:
-        """Take bytes as they came and give the frames they completed."""
+        """Take bytes as they came and give the frames they completed.
+
+        When bytes are refused, the frames completed before them are given first: :attr:`error` is then set, and the next
+        call raises it.
+        """
+        if self.error is not None:
+            raise self.error
         done: list[Received] = []
         view = memoryview(data)
-        while view.nbytes:
-            if self._message is None and self._target is None:
-                view = self._take_header(view)
-            else:
-                view = self._take_body(view, done)
+        try:
+            while view.nbytes:
+                if self._message is None and self._target is None:
+                    view = self._take_header(view)
+                else:
+                    view = self._take_body(view, done)
+        except FrameError as error:
+            self.error = error
+            self._header.clear()
+            self._message = self._target = None
+            self._assemblies.clear()
+            if not done:
+                raise
         return done
 
     def _take_header(self, view: memoryview) -> memoryview:
         missing = HEADER_SIZE - len(self._header)
         self._header += view[:missing]
         if len(self._header) == HEADER_SIZE:
-            length, kind, stream = _HEADER.unpack(self._header)
+            length, kind, reserved, stream = _HEADER.unpack(self._header)
             self._header.clear()
+            if reserved:
+                raise FrameError(f"the reserved byte of a packet header is {reserved}; this schema knows only 0")
             self._begin(length, kind, stream)
         return view[missing:]
 
@@ -177,7 +220,7 @@ class Framer:
             self._target = assembly
         else:
             raise FrameError(f"a packet of kind {kind} came; this schema knows {_MESSAGE} and {_FRAGMENT}")
-        self._kind, self._left, self._stream = kind, length, stream
+        self._left, self._stream = length, stream
 
     def _take_body(self, view: memoryview, done: list[Received]) -> memoryview:
         part = view[: self._left]
@@ -213,4 +256,9 @@ class Framer:
             raise FrameError(f"{type(frame).__name__} names stream {self._stream}, which is taken or reserved")
         if len(self._assemblies) >= self._limits.streams:
             raise FrameError(f"more than {self._limits.streams} payloads are under way; the link agreed on that many")
+        held = self._assembling
+        if held and held + size > self._limits.under_way:
+            raise FrameError(
+                f"a payload of {size} bytes came beside {held} bytes under way; the link agreed on {self._limits.under_way}"
+            )
         self._assemblies[self._stream] = _Assembly(frame, size)

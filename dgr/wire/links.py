@@ -1,9 +1,13 @@
 """Links: a transport, a framer, one reader and one writer.
 
 The reader is whoever iterates over the link; it must never wait for a caller, so that any byte is read as soon as it
-comes. One writer task alone writes (a cancelled send would leave half a frame). Control messages go first; the payloads
-under way are interleaved fragment by fragment; the bytes queued for payloads are bounded, and :meth:`Link.send` waits for
-room.
+comes. One writer task alone writes (a cancelled send would leave half a frame). Control messages go first. Payloads take
+turns, fragment by fragment, so that no session waits for another's long prefill; a session has one payload under way at a
+time, so that its frames arrive in the order in which they were sent. The payloads under way are bounded in bytes and in
+number; :meth:`Link.send` waits for room, first come first served.
+
+A link that breaks is closed at once: the other side sees it, and so does whoever iterates here. Only after a failed write
+is it still read, because the other side's last words may wait there.
 """
 
 from __future__ import annotations
@@ -16,8 +20,8 @@ import trio
 from attrs import frozen
 
 from dgr.errors import ClosedError, FrameError, LinkBroken, Overloaded
-from dgr.wire.framing import Framer, Limits, Received, encode
-from dgr.wire.frames import Frame
+from dgr.wire.frames import Boundary, Frame, Key, Logits
+from dgr.wire.framing import Framer, Limits, Packet, Received, encode
 from dgr.wire.nurseries import open_nursery
 
 __all__ = ["Link", "LinkStatistics", "memory_transports", "open_link"]
@@ -26,6 +30,10 @@ __all__ = ["Link", "LinkStatistics", "memory_transports", "open_link"]
 _READ = 65536
 #: Control messages that may wait for the writer; more is a flood and breaks the link.
 _CONTROL_QUEUE = 4096
+#: Payloads that may wait for room; more is a flood of our own and is refused.
+_WAITING = 4096
+#: Streams are numbered 1..65535 on the wire; 0 stands for "no payload".
+_LAST_STREAM = 65535
 #: Chunks of 64 KiB that a memory transport holds each way.
 _MEMORY_CHUNKS = 16
 
@@ -38,11 +46,25 @@ class LinkStatistics:
     frames_received: int
     bytes_sent: int
     bytes_received: int
-    #: Payload bytes waiting for the writer.
+    #: Payload bytes under way: taken for sending, not written to the end. At most ``limits.under_way``, or one payload.
     bytes_queued: int
 
 
-_Packets = Iterator[tuple[bytes, memoryview | None]]
+class _Outgoing:
+    """A frame with its payload: first waiting for room, then under way."""
+
+    __slots__ = ("admitted", "left", "packets", "session", "settled", "size", "stream")
+
+    def __init__(self, packets: Iterator[Packet], session: Key, stream: int, size: int) -> None:
+        self.packets = packets
+        self.session = session
+        self.stream = stream
+        self.size = size
+        #: Bytes of the payload that the writer has not written.
+        self.left = size
+        self.admitted = False
+        #: Set when it is admitted, or when the link ends first.
+        self.settled = trio.Event()
 
 
 class Link:
@@ -53,16 +75,19 @@ class Link:
         self.limits = limits
         self._transport = transport
         self._framer = Framer(limits)
-        # One message of any size always fits, so that the bound cannot wedge the link.
-        self._queue_limit = 2 * limits.n_batch * limits.boundary_width * 4
-        self._control: deque[_Packets] = deque()
-        self._payloads: deque[tuple[_Packets, int, int]] = deque()
+        self._control: deque[Packet] = deque()
+        self._waiting: deque[_Outgoing] = deque()
+        self._turns: deque[_Outgoing] = deque()
+        #: Sessions with a payload under way.
+        self._sessions: set[Key] = set()
+        self._streams: set[int] = set()
+        self._stream = 0
         self._queued = 0
-        self._streams = 0
-        self._streams_busy: set[int] = set()
         self._work = trio.Event()
-        self._room = trio.lowlevel.ParkingLot()
+        self._writing = trio.CancelScope()
         self._received: deque[Received] = deque()
+        #: What the iteration ends with.
+        self._end: Exception | None = None
         self._closed = False
         self._broken: str | None = None
         self._frames_sent = self._frames_received = self._bytes_sent = self._bytes_received = 0
@@ -80,41 +105,80 @@ class Link:
     def send_nowait(self, frame: Frame) -> None:
         """Queue a frame that has no payload, ahead of all payloads."""
         self._check_open()
+        packets = encode(frame, None, 0, self.limits)
         if len(self._control) >= _CONTROL_QUEUE:
             self._break(f"more than {_CONTROL_QUEUE} control messages wait; the other side does not read")
             raise Overloaded(f"link {self.name}: {self._broken}")
-        # Packets are made now, so that a frame that breaks a limit is refused to its sender.
-        self._control.append(iter(list(encode(frame, None, 0, self.limits))))
+        self._control.extend(packets)
         self._frames_sent += 1
         self._work.set()
 
     async def send(self, frame: Frame, payload: bytes | bytearray | memoryview | None = None) -> None:
-        """Queue a frame; with a payload, wait until there is room for it."""
+        """Queue a frame; with a payload, wait until there is room for it.
+
+        The payload is not copied, so it must not change any more. A send that is cancelled has queued nothing.
+        """
+        await trio.lowlevel.checkpoint_if_cancelled()
         if payload is None:
             self.send_nowait(frame)
-            await trio.lowlevel.checkpoint()
-            return
-        size = memoryview(payload).nbytes
-        while self._queued and self._queued + size > self._queue_limit:
-            self._check_open()
-            await self._room.park()
-        self._check_open()
-        stream = self._next_stream()
-        packets = iter(encode(frame, payload, stream, self.limits))
-        first = next(packets)  # refuses a frame that breaks a limit, here and not in the writer
-        self._streams_busy.add(stream)
-        self._control.append(iter([first]))
-        self._payloads.append((packets, stream, size))
-        self._queued += size
-        self._frames_sent += 1
-        self._work.set()
-        await trio.lowlevel.checkpoint()
+        else:
+            outgoing = self._prepare(frame, payload)
+            self._waiting.append(outgoing)
+            self._admit()
+            if not outgoing.admitted:
+                await self._wait_for_room(outgoing)
+                return
+        await trio.lowlevel.cancel_shielded_checkpoint()
 
-    def _next_stream(self) -> int:
+    def _prepare(self, frame: Frame, payload: bytes | bytearray | memoryview) -> _Outgoing:
+        self._check_open()
+        stream = self._free_stream()
+        packets = encode(frame, payload, stream, self.limits)
+        if not isinstance(frame, Boundary | Logits):
+            raise FrameError(f"{type(frame).__name__} has no payload; send it without one")
+        if len(self._waiting) >= _WAITING:
+            raise Overloaded(f"link {self.name}: {_WAITING} payloads wait for room already")
+        self._streams.add(stream)
+        return _Outgoing(packets, frame.key, stream, frame.payload)
+
+    def _free_stream(self) -> int:
         while True:
-            self._streams = self._streams % 65535 + 1
-            if self._streams not in self._streams_busy:
-                return self._streams
+            self._stream = self._stream % _LAST_STREAM + 1
+            if self._stream not in self._streams:
+                return self._stream
+
+    async def _wait_for_room(self, outgoing: _Outgoing) -> None:
+        try:
+            await outgoing.settled.wait()
+        except trio.Cancelled:
+            self._waiting.remove(outgoing)
+            self._streams.discard(outgoing.stream)
+            self._admit()  # it may have stood before others
+            raise
+        if not outgoing.admitted:
+            self._check_open()
+
+    def _admit(self) -> None:
+        """Let waiting payloads get under way: in order, one per session, within the limits."""
+        passed_over: list[_Outgoing] = []
+        behind = set(self._sessions)
+        while self._waiting and len(self._sessions) < self.limits.streams:
+            outgoing = self._waiting[0]
+            if outgoing.session in behind:
+                passed_over.append(self._waiting.popleft())
+            elif self._queued and self._queued + outgoing.size > self.limits.under_way:
+                break  # nobody overtakes it for want of bytes, or it might wait forever
+            else:
+                self._waiting.popleft()
+                self._sessions.add(outgoing.session)
+                self._queued += outgoing.size
+                self._frames_sent += 1
+                self._turns.append(outgoing)
+                outgoing.admitted = True
+                outgoing.settled.set()
+                self._work.set()
+            behind.add(outgoing.session)
+        self._waiting.extendleft(reversed(passed_over))
 
     def _check_open(self) -> None:
         if self._closed:
@@ -125,40 +189,55 @@ class Link:
     async def _write(self) -> None:
         while True:
             if self._control:
-                for packet in self._control.popleft():
-                    await self._put(packet)
-            elif self._payloads:
-                packets, stream, size = self._payloads.popleft()
-                packet_or_end = next(packets, None)
-                if packet_or_end is None:
-                    self._streams_busy.discard(stream)
-                    self._queued -= size
-                    self._room.unpark_all()
+                await self._put(self._control.popleft())
+            elif self._turns:
+                outgoing = self._turns.popleft()
+                outgoing.left -= await self._put(next(outgoing.packets))
+                if outgoing.left:
+                    self._turns.append(outgoing)
                 else:
-                    await self._put(packet_or_end)
-                    self._payloads.append((packets, stream, size))
+                    self._sessions.discard(outgoing.session)
+                    self._streams.discard(outgoing.stream)
+                    self._queued -= outgoing.size
+                    self._admit()
             else:
                 self._work = trio.Event()
                 await self._work.wait()
 
-    async def _put(self, packet: tuple[bytes, memoryview | None]) -> None:
+    async def _put(self, packet: Packet) -> int:
+        """Write a packet; gives the payload bytes in it."""
         head, body = packet
         await self._transport.send_all(head)
         self._bytes_sent += len(head)
-        if body is not None:
-            await self._transport.send_all(body)
-            self._bytes_sent += body.nbytes
+        if body is None:
+            return 0
+        await self._transport.send_all(body)
+        self._bytes_sent += body.nbytes
+        return body.nbytes
 
     async def _run_writer(self) -> None:
         try:
-            await self._write()
+            with self._writing:
+                await self._write()
         except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
-            self._break(f"cannot write: {error or type(error).__name__}")
+            self._stop_sending(f"cannot write: {error or type(error).__name__}")
+        if self._writing.cancelled_caught:
+            with trio.CancelScope(shield=True):
+                await trio.aclose_forcefully(self._transport)
 
-    def _break(self, why: str) -> None:
+    def _stop_sending(self, why: str) -> None:
         if self._broken is None:
             self._broken = why
-        self._room.unpark_all()
+        self._settle_all()
+
+    def _break(self, why: str) -> None:
+        """The link is over both ways; the writer closes the transport."""
+        self._stop_sending(why)
+        self._writing.cancel()
+
+    def _settle_all(self) -> None:
+        while self._waiting:
+            self._waiting.popleft().settled.set()
 
     # --- receiving ---
 
@@ -168,36 +247,50 @@ class Link:
     async def __anext__(self) -> Received:
         """The next frame; the iteration ends when the other side closed the link between two frames.
 
-        Raises :class:`FrameError` on bytes that are no frame, :class:`LinkBroken` on a link cut inside a frame.
+        Raises :class:`FrameError` on bytes that are no frame, after the frames that came before them;
+        :class:`LinkBroken` on a link cut inside a frame.
         """
+        if self._received:
+            await trio.lowlevel.checkpoint()
         while not self._received:
-            if self._closed:
-                raise StopAsyncIteration
-            try:
-                data = await self._transport.receive_some(_READ)
-            except trio.ClosedResourceError:
-                raise StopAsyncIteration from None
-            except trio.BrokenResourceError as error:
-                self._break(f"cannot read: {error or type(error).__name__}")
-                raise LinkBroken(f"link {self.name}: {self._broken}") from error
-            if not data:
-                self._break("closed by the other side")
-                if self._framer.pending:
-                    raise LinkBroken(f"link {self.name}: cut inside a frame, {self._framer.pending} bytes held")
-                raise StopAsyncIteration
-            self._bytes_received += len(data)
-            try:
-                self._received.extend(self._framer.receive(data))
-            except FrameError as error:
-                self._break(f"the other side broke the protocol: {error}")
-                raise
+            if self._end is not None:
+                raise self._end
+            await self._fill()
         self._frames_received += 1
         return self._received.popleft()
+
+    async def _fill(self) -> None:
+        """Read once."""
+        try:
+            data = await self._transport.receive_some(_READ)
+        except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
+            if self._closed:
+                self._end = StopAsyncIteration()
+            else:
+                self._break(f"cannot read: {error or type(error).__name__}")
+                self._end = LinkBroken(f"link {self.name}: {self._broken}")
+                self._end.__cause__ = error
+            return
+        self._bytes_received += len(data)
+        if not data:
+            self._break("closed by the other side")
+            if self._framer.pending:
+                self._end = LinkBroken(f"link {self.name}: cut inside a frame, {self._framer.pending} bytes held")
+            else:
+                self._end = StopAsyncIteration()
+            return
+        try:
+            self._received.extend(self._framer.receive(data))
+        except FrameError:
+            pass  # kept in framer.error
+        if self._framer.error is not None:
+            self._end = self._framer.error
+            self._break(f"the other side broke the protocol: {self._end}")
 
     async def aclose(self) -> None:
         """Close this end at once; what still waits for the writer is lost."""
         self._closed = True
-        self._room.unpark_all()
+        self._settle_all()
         await trio.aclose_forcefully(self._transport)
 
 
@@ -222,8 +315,11 @@ class _MemoryTransport(trio.abc.Stream):
         self._send = send
         self._receive = receive
         self._rest = b""
+        self._closed = False
+        self._receiving = False
 
     async def send_all(self, data: bytes | bytearray | memoryview) -> None:
+        await self.wait_send_all_might_not_block()
         view = memoryview(data).cast("B")
         for start in range(0, view.nbytes, _READ):
             # A copy: the two ends share no buffer, exactly as over a socket.
@@ -231,21 +327,35 @@ class _MemoryTransport(trio.abc.Stream):
 
     async def wait_send_all_might_not_block(self) -> None:
         await trio.lowlevel.checkpoint()
+        if self._closed:
+            raise trio.ClosedResourceError("this end was closed")
 
     async def receive_some(self, max_bytes: int | None = None) -> bytes:
-        if self._rest:
+        if max_bytes is not None and max_bytes < 1:
+            raise ValueError(f"max_bytes is {max_bytes}, must be at least 1")
+        if self._receiving:
+            raise trio.BusyResourceError("another task is receiving on this end")
+        self._receiving = True
+        try:
+            return await self._receive_some(max_bytes)
+        finally:
+            self._receiving = False
+
+    async def _receive_some(self, max_bytes: int | None) -> bytes:
+        if self._rest and not self._closed:
             await trio.lowlevel.checkpoint()
-            data = self._rest
         else:
             try:
-                data = await self._receive.receive()
+                self._rest = await self._receive.receive()
             except trio.EndOfChannel:
                 return b""
-        limit = len(data) if max_bytes is None else max_bytes
-        self._rest = data[limit:]
-        return data[:limit]
+        limit = len(self._rest) if max_bytes is None else max_bytes
+        data, self._rest = self._rest[:limit], self._rest[limit:]
+        return data
 
     async def aclose(self) -> None:
+        self._closed = True
+        self._rest = b""
         self._send.close()
         self._receive.close()
         await trio.lowlevel.checkpoint()

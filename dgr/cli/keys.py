@@ -1,0 +1,156 @@
+"""``dgr keys``: a private CA and per-host certificates for a first cluster."""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import ipaddress
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dgr.errors import InputError
+
+if TYPE_CHECKING:
+    from cryptography import x509
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+__all__ = ["make_keys", "register", "run"]
+
+
+def register(subparsers: argparse._SubParsersAction[Any]) -> None:
+    """Add the command."""
+    parser = subparsers.add_parser(
+        "keys",
+        help="make a private CA and certificates for hosts",
+        description="Make a private CA (once) and a certificate and key for every HOST. A host's files are"
+        " HOST.pem and HOST.key; every host also needs ca.pem. Keep ca.key where no stage runs.",
+    )
+    parser.add_argument("hosts", nargs="+", metavar="HOST", help="host names or IP addresses, as stages are reached")
+    parser.add_argument("--out", default="keys", metavar="DIR", help="folder to write to (default: keys)")
+    parser.add_argument("--days", type=int, default=365, metavar="N", help="days the certificates hold (default: 365)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.days < 1:
+        raise InputError(f"--days is {args.days}; certificates must hold at least a day")
+    written = make_keys(Path(args.out), args.hosts, args.days)
+    if args.json:
+        print(json.dumps({"files": [str(path) for path in written]}))
+    else:
+        for path in written:
+            print(path)
+    return 0
+
+
+def make_keys(folder: Path, hosts: list[str], days: int) -> list[Path]:
+    """Write what is missing; an existing CA is used again. Gives the paths written."""
+    try:
+        from cryptography.hazmat.primitives.asymmetric import ec
+    except ImportError as error:
+        raise InputError("dgr keys needs the extra 'keys': pip install 'dgr[keys]'") from error
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    written: list[Path] = []
+    ca_path, ca_key_path = folder / "ca.pem", folder / "ca.key"
+    if ca_path.exists() != ca_key_path.exists():
+        raise InputError(f"{folder} holds only one of ca.pem and ca.key; restore the other, or choose an empty folder")
+    if ca_path.exists():
+        ca, ca_key = _load(ca_path, ca_key_path)
+    else:
+        ca_key = ec.generate_private_key(ec.SECP256R1())
+        ca = _certificate("dgr cluster CA", [], ca_key, None, ca_key, days * 10)
+        written += _write(ca_path, ca, ca_key_path, ca_key)
+    for host in hosts:
+        path = folder / f"{host}.pem"
+        if not host or "/" in host or host in ("ca", ".", ".."):
+            raise InputError(f"{host!r} is no host name or IP address")
+        if path.exists():
+            raise InputError(f"{path} exists already; remove it to make a new certificate for {host}")
+        key = ec.generate_private_key(ec.SECP256R1())
+        written += _write(path, _certificate(host, [host], key, ca, ca_key, days), folder / f"{host}.key", key)
+    return written
+
+
+def _load(path: Path, key_path: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
+    from cryptography import x509
+    from cryptography.hazmat.primitives.asymmetric import ec
+    from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
+    key = load_pem_private_key(key_path.read_bytes(), password=None)
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise InputError(f"{key_path} is no elliptic-curve key; choose another folder for a new CA")
+    return x509.load_pem_x509_certificate(path.read_bytes()), key
+
+
+def _certificate(
+    name: str,
+    hosts: list[str],
+    key: ec.EllipticCurvePrivateKey,
+    issuer: x509.Certificate | None,
+    issuer_key: ec.EllipticCurvePrivateKey,
+    days: int,
+) -> x509.Certificate:
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes
+    from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
+    subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name[:64])])
+    now = datetime.datetime.now(datetime.UTC)
+    builder = (
+        x509.CertificateBuilder()
+        .subject_name(subject)
+        .issuer_name(subject if issuer is None else issuer.subject)
+        .public_key(key.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(minutes=5))
+        .not_valid_after(now + datetime.timedelta(days=days))
+        .add_extension(x509.BasicConstraints(ca=issuer is None, path_length=0 if issuer is None else None), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
+        .add_extension(
+            x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key()), critical=False
+        )
+        .add_extension(
+            x509.KeyUsage(
+                digital_signature=True,
+                content_commitment=False,
+                key_encipherment=False,
+                data_encipherment=False,
+                key_agreement=False,
+                key_cert_sign=issuer is None,
+                crl_sign=issuer is None,
+                encipher_only=False,
+                decipher_only=False,
+            ),
+            critical=True,
+        )
+    )
+    if hosts:
+        usages = [ExtendedKeyUsageOID.SERVER_AUTH, ExtendedKeyUsageOID.CLIENT_AUTH]  # a stage is both
+        builder = builder.add_extension(x509.ExtendedKeyUsage(usages), critical=False)
+        builder = builder.add_extension(x509.SubjectAlternativeName([_san(host) for host in hosts]), critical=False)
+    return builder.sign(issuer_key, hashes.SHA256())
+
+
+def _san(host: str) -> x509.GeneralName:
+    from cryptography import x509
+
+    try:
+        return x509.IPAddress(ipaddress.ip_address(host))
+    except ValueError:
+        return x509.DNSName(host)
+
+
+def _write(
+    path: Path, certificate: x509.Certificate, key_path: Path, key: ec.EllipticCurvePrivateKey
+) -> list[Path]:
+    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+
+    pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
+    descriptor = os.open(key_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "wb") as file:
+        file.write(pem)
+    path.write_bytes(certificate.public_bytes(Encoding.PEM))
+    return [path, key_path]

@@ -1,0 +1,102 @@
+"""``route.toml``: the stages of a route, where they are, and what they must agree on."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from attrs import frozen
+
+from dgr.errors import InvalidRoute
+from dgr.model.route import LayerRange, Route, StageRef
+
+__all__ = ["RouteFile", "read_route_file"]
+
+_CONTEXT = {
+    "n_ctx": int, "n_batch": int, "n_ubatch": int, "n_seq_max": int, "type_k": str, "flash_attn": bool, "numerics": str,
+}  # fmt: skip
+_TLS = ("ca", "certificate", "key")
+
+
+@frozen
+class RouteFile:
+    """A route and what its stages agree on.
+
+        artifact = "b5c9..."          # optional: identity of the model, from dgr inspect
+        model = "model.gguf"          # optional: file for the vocabulary, and for dgr up
+
+        [context]                     # optional: any of n_ctx, n_batch, n_ubatch, n_seq_max, type_k, flash_attn, numerics
+        n_ctx = 8192
+
+        [tls]                         # optional on loopback: credentials of this host
+        ca = "keys/ca.pem"
+        certificate = "keys/client.pem"
+        key = "keys/client.key"
+
+        [[stage]]                     # head first
+        address = "10.0.0.1:7701"
+        layers = "0:22"
+
+    Relative paths are relative to the file.
+    """
+
+    path: Path
+    route: Route
+    context: Mapping[str, Any]
+    artifact: str | None = None
+    model: Path | None = None
+    #: ca, certificate, key.
+    tls: tuple[Path, Path, Path] | None = None
+
+
+def read_route_file(path: str | Path) -> RouteFile:
+    """Read and check a route file. Raises :class:`InvalidRoute` naming the key and what it should hold."""
+    path = Path(path)
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise InvalidRoute(f"cannot read {path}: {error.strerror or error}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InvalidRoute(f"{path} is no TOML: {error}") from error
+    _only(data, {"artifact": str, "model": str, "context": dict, "tls": dict, "stage": list}, str(path))
+    stages = data.get("stage", [])
+    if not stages:
+        raise InvalidRoute(f"{path} names no [[stage]]; give every stage an address and layers, head first")
+    refs = []
+    for index, stage in enumerate(stages):
+        where = f"{path}: [[stage]] {index}"
+        if not isinstance(stage, dict):
+            raise InvalidRoute(f"{where} must be a table with address and layers")
+        _only(stage, {"address": str, "layers": str}, where)
+        for key in ("address", "layers"):
+            if key not in stage:
+                raise InvalidRoute(f"{where} has no {key!r}")
+        refs.append(StageRef(stage["address"], LayerRange.parse(stage["layers"])))
+    context = data.get("context", {})
+    _only(context, _CONTEXT, f"{path}: [context]")
+    tls = data.get("tls")
+    if tls is not None:
+        _only(tls, dict.fromkeys(_TLS, str), f"{path}: [tls]")
+        if missing := [key for key in _TLS if key not in tls]:
+            raise InvalidRoute(f"{path}: [tls] has no {missing[0]!r}; give ca, certificate and key")
+    base = path.parent
+    model = data.get("model")
+    return RouteFile(
+        path=path,
+        route=Route(tuple(refs)),
+        context=context,
+        artifact=data.get("artifact"),
+        model=None if model is None else base / model,
+        tls=None if tls is None else (base / tls["ca"], base / tls["certificate"], base / tls["key"]),
+    )
+
+
+def _only(table: Mapping[str, Any], allowed: Mapping[str, type], where: str) -> None:
+    for key, value in table.items():
+        kind = allowed.get(key)
+        if kind is None:
+            raise InvalidRoute(f"{where}: unknown key {key!r}; known are {', '.join(allowed)}")
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise InvalidRoute(f"{where}: {key} is {value!r}, but must be a {kind.__name__}")

@@ -1,0 +1,140 @@
+"""TCP and TLS transports: where bytes leave the process.
+
+Between hosts TLS 1.3 with certificates on both sides is the rule; plain TCP needs a loopback address or an explicit word.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import ssl
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TypeAlias
+
+import trio
+from attrs import frozen
+
+from dgr.errors import DeadlineExceeded, InputError, LinkBroken
+
+__all__ = ["Credentials", "Transport", "accept_tls", "dial", "is_loopback", "listen", "parse_address", "peer_names"]
+
+Transport: TypeAlias = "trio.SocketStream | trio.SSLStream[trio.SocketStream]"
+
+
+@frozen
+class Credentials:
+    """PEM files of one host: the private CA both sides trust, this host's certificate and its key."""
+
+    ca: Path
+    certificate: Path
+    key: Path
+
+    def context(self, *, server: bool) -> ssl.SSLContext:
+        """TLS 1.3 only, and a certificate from our CA demanded of the other side."""
+        purpose = ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT
+        context = ssl.SSLContext(purpose)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.verify_mode = ssl.CERT_REQUIRED
+        try:
+            context.load_verify_locations(self.ca)
+            context.load_cert_chain(self.certificate, self.key)
+        except (OSError, ssl.SSLError) as error:
+            raise InputError(
+                f"cannot load TLS credentials {self.ca}, {self.certificate}, {self.key}: {error}; `dgr keys` makes a set"
+            ) from error
+        return context
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """Read ``HOST:PORT`` or ``[IPV6]:PORT``. Raises :class:`InputError`."""
+    host, colon, port = text.rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")
+    if not colon or not host or not port.isdecimal() or not 0 <= int(port) <= 65535:
+        raise InputError(f"address {text!r} is not HOST:PORT with a port from 0 to 65535, for example 10.0.0.1:7701")
+    return host, int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host never leaves this machine."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def check_plain(host: str, credentials: Credentials | None, allow_plain: bool) -> None:
+    """Refuse plain TCP beyond loopback unless it was asked for in so many words."""
+    if credentials is None and not allow_plain and not is_loopback(host):
+        raise InputError(
+            f"{host} is not a loopback address and no TLS credentials were given; make some with `dgr keys`, or allow plain"
+            " TCP explicitly"
+        )
+
+
+async def listen(
+    address: str, *, credentials: Credentials | None, allow_plain: bool = False
+) -> tuple[list[trio.SocketListener], ssl.SSLContext | None]:
+    """Bind ``HOST:PORT`` (port 0: any free one)."""
+    host, port = parse_address(address)
+    check_plain(host, credentials, allow_plain)
+    context = None if credentials is None else credentials.context(server=True)
+    try:
+        return await trio.open_tcp_listeners(port, host=host), context
+    except OSError as error:
+        raise InputError(f"cannot listen on {address}: {error}") from error
+
+
+async def accept_tls(stream: trio.SocketStream, context: ssl.SSLContext | None, seconds: float) -> Transport:
+    """The server's side of the TLS handshake, within a deadline. Raises :class:`LinkBroken`."""
+    if context is None:
+        return stream
+    secure = trio.SSLStream(stream, context, server_side=True, https_compatible=False)
+    await _handshake(secure, seconds, "a client")
+    return secure
+
+
+async def dial(
+    address: str, *, credentials: Credentials | None, allow_plain: bool = False, seconds: float = 10.0
+) -> Transport:
+    """Connect to ``HOST:PORT``; with credentials, over TLS with the host's name checked.
+
+    Raises :class:`LinkBroken` when the host refuses or presents a wrong certificate, :class:`DeadlineExceeded`.
+    """
+    host, port = parse_address(address)
+    check_plain(host, credentials, allow_plain)
+    context = None if credentials is None else credentials.context(server=False)
+    try:
+        with trio.fail_after(seconds):
+            stream = await trio.open_tcp_stream(host, port)
+    except trio.TooSlowError:
+        raise DeadlineExceeded(f"no connection to {address} within {seconds:g} s") from None
+    except OSError as error:
+        raise LinkBroken(f"cannot connect to {address}: {error}") from error
+    if context is None:
+        return stream
+    secure = trio.SSLStream(stream, context, server_hostname=host, https_compatible=False)
+    await _handshake(secure, seconds, address)
+    return secure
+
+
+async def _handshake(stream: trio.SSLStream[trio.SocketStream], seconds: float, who: str) -> None:
+    try:
+        with trio.fail_after(seconds):
+            await stream.do_handshake()
+    except trio.TooSlowError:
+        await trio.aclose_forcefully(stream)
+        raise DeadlineExceeded(f"{who} did not finish the TLS handshake within {seconds:g} s") from None
+    except (trio.BrokenResourceError, ssl.SSLError) as error:
+        await trio.aclose_forcefully(stream)
+        cause = error.__cause__ or error
+        raise LinkBroken(f"TLS with {who} failed: {cause}; both sides need certificates of one CA (`dgr keys`)") from error
+
+
+def peer_names(stream: Transport) -> frozenset[str]:
+    """Names in the other side's certificate; empty over plain TCP."""
+    if not isinstance(stream, trio.SSLStream):
+        return frozenset()
+    certificate: Mapping[str, tuple[tuple[str, str], ...]] = stream.getpeercert() or {}
+    return frozenset(value for _kind, value in certificate.get("subjectAltName", ()))
