@@ -49,9 +49,11 @@ CMAKE_ARGS = (
     "-DCMAKE_C_VISIBILITY_PRESET=hidden",
     "-DCMAKE_CXX_VISIBILITY_PRESET=hidden",
     "-DCMAKE_INSTALL_LIBDIR=lib",
+    "-DCMAKE_INSTALL_MESSAGE=NEVER",
     "-DGGML_NATIVE=ON",
     "-DGGML_LLAMAFILE=ON",
     "-DGGML_OPENMP=OFF",
+    "-DLLAMA_ALL_WARNINGS=OFF",
     "-DLLAMA_BUILD_APP=OFF",
     "-DLLAMA_BUILD_COMMON=OFF",
     "-DLLAMA_BUILD_EXAMPLES=OFF",
@@ -272,7 +274,7 @@ def build(flavour: Flavour) -> Path:
             source.mkdir(parents=True)
             prepare_source(source, patched=flavour.patched)
             run(
-                "cmake", "-S", source, "-B", work / "build", "-G", "Ninja",
+                "cmake", "-S", source, "-B", work / "build", "-G", "Ninja", "--log-level=WARNING",
                 f"-DCMAKE_C_COMPILER={flavour.cc}", f"-DCMAKE_CXX_COMPILER={flavour.cxx}",
                 f"-DCMAKE_INSTALL_PREFIX={staged}", *flavour.cmake_args,
             )  # fmt: skip

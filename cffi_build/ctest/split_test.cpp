@@ -2,6 +2,8 @@
 // and for equal chunks in native numerics.
 #include "check.h"
 
+#include <algorithm>
+
 static const int N_PROMPT = 200;
 
 static void cuts_and_chunks(const char * model, const floats & whole) {

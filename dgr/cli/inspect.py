@@ -124,28 +124,28 @@ def _model_object(name: str, hp: HyperParameters, artifact: Artifact | None) -> 
 
 def _facts(hp: HyperParameters) -> list[tuple[str, str]]:
     mtp = f" + {hp.n_mtp_layers} MTP block (reserved, never run)" if hp.n_mtp_layers else ""
+    attention = (
+        f"{hp.n_head} heads of {hp.head_dim} ({hp.rope_dim} rotated), 1 K head, window {hp.window},"
+        f" q rank {hp.q_lora_rank}, output {hp.o_groups} x {hp.o_lora_rank}"
+    )
+    experts = (
+        f"{hp.n_expert_used} of {hp.n_expert} + {hp.n_expert_shared} shared, {hp.expert_ff} wide,"
+        f" scale {hp.expert_weights_scale:g}, first {hp.hash_layers} layers routed by token id"
+    )
+    rope = (
+        f"base {hp.rope_base:g}; compressed layers {hp.compress_rope_base:g}, YaRN x{hp.yarn.factor:g} from"
+        f" {hp.yarn.original_context} tokens"
+    )
     return [
         ("main layers", f"{hp.n_layers}{mtp}"),
         ("widths", f"n_embd {hp.n_embd}, {hp.hc_streams} streams, boundary {hp.boundary_width} floats per token"),
         ("vocabulary", f"{hp.n_vocab} tokens"),
         ("trained context", f"{hp.context_length} tokens"),
-        (
-            "attention",
-            f"{hp.n_head} heads of {hp.head_dim} ({hp.rope_dim} rotated), 1 K head, window {hp.window},"
-            f" q rank {hp.q_lora_rank}, output {hp.o_groups} x {hp.o_lora_rank}",
-        ),
+        ("attention", attention),
         ("indexer", f"{hp.indexer_heads} heads of {hp.indexer_dim}, top {hp.indexer_top_k} rows"),
-        (
-            "experts",
-            f"{hp.n_expert_used} of {hp.n_expert} + {hp.n_expert_shared} shared, {hp.expert_ff} wide,"
-            f" scale {hp.expert_weights_scale:g}, first {hp.hash_layers} layers routed by token id",
-        ),
+        ("experts", experts),
         ("hyper-connections", f"{hp.hc_sinkhorn_iterations} Sinkhorn iterations, epsilon {hp.hc_epsilon:.3g}"),
-        (
-            "rope",
-            f"base {hp.rope_base:g}; compressed layers {hp.compress_rope_base:g}, YaRN x{hp.yarn.factor:g} from"
-            f" {hp.yarn.original_context} tokens",
-        ),
+        ("rope", rope),
     ]
 
 
@@ -176,8 +176,10 @@ def _print_model(name: str, hp: HyperParameters, artifact: Artifact | None) -> N
     if artifact is not None:
         for label, size in (("head", artifact.head_bytes), ("tail", artifact.tail_bytes)):
             rows.append([label, "", "", "", "", human_bytes(size), ""])
-        for block in range(hp.n_layers, hp.n_blocks):
-            rows.append([f"MTP {block}", "1", "", "", "", human_bytes(artifact.block_bytes(block)), "not loaded"])
+        rows.extend(
+            [f"MTP {block}", "1", "", "", "", human_bytes(artifact.block_bytes(block)), "not loaded"]
+            for block in range(hp.n_layers, hp.n_blocks)
+        )
         rows.append(["total", str(hp.n_layers), "", "", "", human_bytes(artifact.weight_bytes(hp.whole)), ""])
     print(render_table(rows, numeric=(1, 4, 5)))
 

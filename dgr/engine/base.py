@@ -95,6 +95,8 @@ class EngineDescription:
     components: tuple[str, ...]
     #: Capability -> ``executable`` | ``reserved``.
     capabilities: Mapping[str, str] = field(factory=dict)
+    #: Version of dgr and of the native code behind it, e.g. ``0.1.0 llama.cpp 0c1e57098+d5786b98``.
+    runtime: str = ""
 
     @property
     def is_head(self) -> bool:

@@ -22,7 +22,7 @@ from dgr.engine.base import (
     TopLogprob,
     Work,
 )
-from dgr.engine.native import Native, default_native, kernel_fingerprint
+from dgr.engine.native import Native, default_native, kernel_fingerprint, runtime_version
 from dgr.engine.numerics import require_certified
 from dgr.errors import EngineError, InputError
 from dgr.model.artifact import Artifact
@@ -159,6 +159,7 @@ class LlamaEngine:
             kernel_fingerprint=kernel_fingerprint(),
             components=tuple(name for name, size in self._memory.state.items() if size),
             capabilities={"decode": "executable", "mtp": "reserved"},
+            runtime=runtime_version(),
         )
 
     @property

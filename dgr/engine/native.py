@@ -7,6 +7,7 @@ import importlib
 import json
 import logging
 from functools import lru_cache
+from importlib.metadata import version
 from typing import Any
 
 from dgr.errors import (
@@ -19,7 +20,7 @@ from dgr.errors import (
     NonFinite,
 )
 
-__all__ = ["Native", "build_info", "default_native", "kernel_fingerprint"]
+__all__ = ["Native", "build_info", "default_native", "kernel_fingerprint", "runtime_version"]
 
 _log = logging.getLogger("dgr.llama_cpp")
 
@@ -82,3 +83,10 @@ def kernel_fingerprint() -> str:
     probe = native.ffi.string(out).decode()
     facts = json.dumps(build_info(), sort_keys=True)
     return hashlib.blake2b(f"{probe}\n{facts}".encode(), digest_size=16).hexdigest()
+
+
+@lru_cache(maxsize=1)
+def runtime_version() -> str:
+    """Version of dgr, the llama.cpp commit and the digest of our patches, in short."""
+    info = build_info()
+    return f"{version('dgr')} llama.cpp {info['llama_cpp_commit'][:9]}+{info['patch_digest'][:8]}"

@@ -137,7 +137,7 @@ class Artifact:
         tensor = self.file.tensors[f"blk.{layer}.ffn_gate_tid2eid.weight"]
         n_expert = self.hp.n_expert
         try:
-            with open(self.file.path, "rb") as data:
+            with self.file.path.open("rb") as data:
                 data.seek(tensor.offset)
                 for begin in range(0, tensor.n_bytes, _TABLE_STEP):
                     raw = data.read(min(_TABLE_STEP, tensor.n_bytes - begin))

@@ -307,9 +307,9 @@ def read_gguf(path: str | os.PathLike[str]) -> GgufFile:
         raise ArtifactError(f"{str(path)!r}: a path cannot hold a NUL; check the path")
     try:
         # Asked before opening: opening a pipe would wait for its writer.
-        if not stat.S_ISREG(os.stat(path).st_mode):
+        if not stat.S_ISREG(path.stat().st_mode):
             raise ArtifactError(f"{path}: not a regular file; give the path of a .gguf file")
-        with open(path, "rb", buffering=0) as file:
+        with path.open("rb", buffering=0) as file:
             return _read(_Reader(path, file, os.fstat(file.fileno()).st_size))
     except OSError as failed:
         raise ArtifactError(f"{path}: cannot be read: {failed.strerror or failed}; check the path") from failed

@@ -118,7 +118,7 @@ class ContextShape:
 
     def compressed_rows(self, ratio: int) -> int:
         """Rows of a compressed cache per layer and sequence: ``n4``, ``n128`` (dsv4:28-30, 1292-1311)."""
-        return _pad(max(1, -(-self.n_ctx_seq // ratio)), _CELL_UNIT)
+        return _pad(self.n_ctx_seq // ratio, _CELL_UNIT)  # exact: both ratios divide the unit of n_ctx_seq
 
 
 @frozen

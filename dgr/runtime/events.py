@@ -8,7 +8,7 @@ from attrs import frozen
 
 from dgr.model.route import Route
 
-__all__ = ["Cancelled", "Event", "Prefilled", "RePrefilled", "RouteChanged", "StateLost"]
+__all__ = ["Cancelled", "Event", "Prefilled", "RePrefilled", "RouteChanged", "RouteDown", "StateLost"]
 
 
 @frozen
@@ -59,4 +59,12 @@ class RouteChanged:
     seconds: float
 
 
-Event: TypeAlias = Prefilled | StateLost | RePrefilled | Cancelled | RouteChanged
+@frozen
+class RouteDown:
+    """A stage or a link of the route was lost; the pipeline tries to fence it anew until it answers."""
+
+    epoch: int
+    why: str
+
+
+Event: TypeAlias = Prefilled | StateLost | RePrefilled | Cancelled | RouteChanged | RouteDown

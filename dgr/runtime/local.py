@@ -60,13 +60,10 @@ class LocalCluster:
         *,
         task_status: trio.TaskStatus[Shard] = trio.TASK_STATUS_IGNORED,
     ) -> None:
-        async def dial(address: str) -> Link:
-            return await self._dial(name, address)
-
         with trio.CancelScope() as scope:
             try:
                 async with open_shard(
-                    engine, dial, name=name, time_to_live=policy.time_to_live, memory_budget=policy.memory_budget
+                    engine, self._dial, name=name, time_to_live=policy.time_to_live, memory_budget=policy.memory_budget
                 ) as shard:
                     self._shards[name], self._scopes[name] = shard, scope
                     task_status.started(shard)
@@ -96,15 +93,17 @@ class LocalCluster:
         self, source: str, target: str, *, task_status: trio.TaskStatus[Link] = trio.TASK_STATUS_IGNORED
     ) -> None:
         before, after = self._shards[source], self._get(target)
+        limits = limits_of(after.description)
         near, far = memory_transports()
         async with (
-            open_link(far, limits_of(after.description), name=f"{target}<-{source}") as arriving,
-            open_link(near, limits_of(before.description), name=f"{source}->{target}") as leaving,
+            open_link(far, limits, name=f"{target}<-{source}") as arriving,
+            open_link(near, limits, name=f"{source}->{target}", credit=limits.under_way) as leaving,
         ):
-            after.start_soon(after.serve_boundary, arriving)
+            after.start_soon(after.serve_boundary, arriving, source)
             task_status.started(leaving)
-            async for _ in leaving:  # nothing comes back on a boundary link; this waits for its end
-                raise LinkBroken(f"a frame came back on {leaving.name}")
+            await before.watch_successor(leaving)
+        if self._boundaries.get((source, target)) is leaving:
+            del self._boundaries[source, target]
 
     def _get(self, name: str) -> Shard:
         shard = self._shards.get(name)

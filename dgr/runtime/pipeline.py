@@ -7,9 +7,9 @@ objects. One reader task per control link hands answers to whoever waits for the
 from __future__ import annotations
 
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import trio
 from attrs import frozen
@@ -19,7 +19,8 @@ from dgr.errors import DeadlineExceeded, DgrError, InvalidRoute, LinkBroken, Wir
 from dgr.model.route import Route, StageRef
 from dgr.runtime.answers import Answer, refused_request
 from dgr.runtime.client import ClientSession
-from dgr.runtime.events import Event, RouteChanged
+from dgr.runtime.events import Event, RouteChanged, RouteDown
+from dgr.runtime.identity import check_alike, check_neighbours, identity_of
 from dgr.runtime.states import RouteEvent, RouteState, route_machine
 from dgr.wire import frames
 from dgr.wire.frames import Key
@@ -29,6 +30,23 @@ from dgr.wire.nurseries import open_nursery
 
 __all__ = ["Connector", "Pipeline", "PipelineStatistics", "Timeouts", "Vocabulary", "open_pipeline_on"]
 
+#: An answer to a request of a session, or to a fence.
+SessionAnswer: TypeAlias = (
+    frames.Opened
+    | frames.Closed
+    | frames.Advanced
+    | frames.Token
+    | frames.Logits
+    | frames.CacheMiss
+    | frames.StaleEpoch
+    | frames.Refused
+    | frames.Cancelled
+    | frames.Frontier
+)
+
+#: Seconds between two tries to bring a route back: at first, and at most.
+_FIRST_PAUSE = 0.05
+_LAST_PAUSE = 2.0
 #: Events kept for a subscriber that does not read; later ones are dropped.
 _EVENTS = 4096
 
@@ -81,6 +99,8 @@ class _Stage:
         self.link = link
         self.description = description
         self.scope = scope
+        #: Why its control link ended; None while it lives.
+        self.lost: str | None = None
 
 
 class Pipeline:
@@ -113,6 +133,11 @@ class Pipeline:
         self._next_session = 1
         self._answers: dict[tuple[str, int, int], Answer] = {}
         self._nursery: trio.Nursery | None = None
+        self._down = trio.Event()
+        #: What all stages share; set by the first epoch, and later routes must keep to it.
+        self._reference: frames.Identity | None = None
+        #: Why the last try to bring a route back failed.
+        self.last_recovery_error: str | None = None
         self._subscribers: list[trio.MemorySendChannel[Event]] = []
 
     # --- what people read ---
@@ -195,9 +220,14 @@ class Pipeline:
         """Fence a new epoch on every stage of ``route``; sessions re-prefill when they are next used.
 
         Raises :class:`InvalidRoute` when the stages do not fit together (the old route stays), :class:`PeerRefused` or
-        :class:`DeadlineExceeded` when a stage does not fence (the route is then down until the next change).
+        :class:`DeadlineExceeded` when a stage does not fence (the route is then down until it does, or the next change).
         """
+        await self._change(route, only_if_down=False)
+
+    async def _change(self, route: Route, *, only_if_down: bool) -> None:
         async with self._changing:
+            if only_if_down and self.state is not RouteState.DOWN:
+                return
             began = trio.current_time()
             stages = await self._reach(route)
             if self.state is not RouteState.FENCING:
@@ -206,12 +236,13 @@ class Pipeline:
             self.epoch += 1
             for session in self._sessions.values():
                 session.lose("route change")
-            left = [stage for address, stage in self._stages.items() if address not in stages]
+            left = [stage for address, stage in self._stages.items() if stages.get(address) is not stage]
             self._stages, self._route = stages, route
             try:
                 fenced = await self._fence(route)
             except DgrError:
                 self._machine.fire(RouteEvent.BREAK)
+                self._down.set()
                 raise
             finally:
                 # Closing its control link makes a stage that left the route drop this route session.
@@ -236,17 +267,16 @@ class Pipeline:
         try:
             for ref in route.stages:
                 known = self._stages.get(ref.address)
-                stages[ref.address] = known or await self._nursery.start(self._run_stage, ref)
-            _check_fit(route, [stages[ref.address].description for ref in route.stages], self._expected_context())
+                if known is None or known.lost is not None:
+                    known = await self._nursery.start(self._run_stage, ref)
+                stages[ref.address] = known
+            _check_fit(route, [stages[ref.address].description for ref in route.stages], self._reference)
         except BaseException:
             for address, stage in stages.items():
-                if address not in self._stages:
+                if self._stages.get(address) is not stage:
                     stage.scope.cancel()
             raise
         return stages
-
-    def _expected_context(self) -> EngineDescription | None:
-        return None if self._route is None else self._stages[self._route.stages[0].address].description
 
     async def _fence(self, route: Route) -> list[frames.Fenced]:
         answers = []
@@ -265,6 +295,11 @@ class Pipeline:
                     fenced.append(received.frame)
                 case other:
                     raise refused_request(ref.address, other)
+        for ref in route.stages:
+            if (lost := self._stages[ref.address].lost) is not None:  # it fenced, and died before the others had
+                raise LinkBroken(lost)
+        if self._reference is None:
+            self._reference = identity_of(self._stages[route.stages[0].address].description)
         return fenced
 
     async def wait_live(self) -> None:
@@ -273,8 +308,8 @@ class Pipeline:
             await self._live.wait()
         if scope.cancelled_caught and not self._live.is_set():
             raise DeadlineExceeded(
-                f"the route is {self.state.value} and was not live within {self.timeouts.route} s: {self.route};"
-                " set a route whose stages answer"
+                f"the route is {self.state.value} and was not live within {self.timeouts.route:g} s: {self.route}"
+                f" ({self.last_recovery_error or 'no stage has said why'}); start its stages, or set another route"
             )
 
     # --- links ---
@@ -302,23 +337,31 @@ class Pipeline:
             case frames.Fenced():
                 self._settle((address, 0, frame.epoch), received)
             case (
-                frames.Fence()
-                | frames.Open()
-                | frames.Close()
-                | frames.Cancel()
-                | frames.Probe()
-                | frames.Tokens()
-                | frames.Boundary()
+                frames.Opened()
+                | frames.Closed()
+                | frames.Advanced()
+                | frames.Token()
+                | frames.Logits()
+                | frames.CacheMiss()
+                | frames.StaleEpoch()
+                | frames.Refused()
+                | frames.Cancelled()
+                | frames.Frontier()
             ):
+                if frame.key.route == self.route_id and frame.key.epoch == self.epoch:
+                    self._on_session_answer(address, frame, received)
+                # else: an answer to an epoch that is over
+            case _:
                 raise WireError(f"{type(frame).__name__} came from stage {address}, which may only answer")
-            case _ if frame.key.route != self.route_id or frame.key.epoch != self.epoch:
-                return  # an answer to an epoch that is over
-            case _ if frame.key.session == 0:
-                self._settle((address, 0, self.epoch), received)
-            case _ if not self._settle((address, frame.key.session, frame.seq), received):
-                session = self._sessions.get(frame.key.session)
-                if session is not None:
-                    session.on_answer(frame.seq, received)
+
+    def _on_session_answer(self, address: str, frame: SessionAnswer, received: Received) -> None:
+        key = frame.key
+        if isinstance(frame, frames.Refused) and frame.code is frames.Refusal.SUCCESSOR and self.state is RouteState.LIVE:
+            self._go_down(f"stage {address}: {frame.message}")
+        elif self._settle((address, key.session, frame.seq if key.session else key.epoch), received):
+            return
+        elif (session := self._sessions.get(key.session)) is not None:
+            session.on_answer(frame.seq, received)
 
     def _settle(self, wait: tuple[str, int, int], received: Received) -> bool:
         answer = self._answers.pop(wait, None)
@@ -327,17 +370,37 @@ class Pipeline:
         return answer is not None
 
     def _on_loss(self, stage: _Stage, why: str) -> None:
-        """A control link ended: the route is down, its sessions are lost, waits for that stage fail."""
-        error = LinkBroken(f"stage {stage.ref.address}: {why}")
+        """A control link ended: waits for that stage fail, and the route is down."""
+        stage.lost = f"stage {stage.ref.address}: {why}"
         for wait, answer in list(self._answers.items()):
             if wait[0] == stage.ref.address:
                 del self._answers[wait]
-                answer.set(error)
-        if self._machine.can(RouteEvent.BREAK) and self.state is not RouteState.FENCING:
-            self._machine.fire(RouteEvent.BREAK)
-            self._live = trio.Event()
-        for client in self._sessions.values():
-            client.lose(f"stage {stage.ref.address} was lost: {why}")
+                answer.set(LinkBroken(stage.lost))
+        if self.state is RouteState.LIVE:
+            self._go_down(stage.lost)
+
+    def _go_down(self, why: str) -> None:
+        """The route admits no work until every stage has fenced a new epoch."""
+        self._machine.fire(RouteEvent.BREAK)
+        self._live = trio.Event()
+        for session in self._sessions.values():
+            session.lose(why)
+        self.emit(RouteDown(self.epoch, why))
+        self._down.set()
+
+    async def _recover(self) -> None:
+        """Fence the same route anew whenever it is down, until its stages answer or another route is set."""
+        while True:
+            await self._down.wait()
+            self._down = trio.Event()
+            pause = _FIRST_PAUSE
+            while self.state is RouteState.DOWN:
+                try:
+                    await self._change(self.route, only_if_down=True)
+                except DgrError as error:
+                    self.last_recovery_error = str(error)
+                    await trio.sleep(pause)
+                    pause = min(2 * pause, _LAST_PAUSE)
 
     # --- what sessions use ---
 
@@ -375,7 +438,7 @@ class Pipeline:
         async with open_nursery() as self._nursery:
             await self.change_route(route)
             task_status.started()
-            await trio.sleep_forever()
+            await self._recover()
 
     def close(self) -> None:
         """Mark the end; the links close with :meth:`run`."""
@@ -385,29 +448,16 @@ class Pipeline:
             subscriber.close()
 
 
-def _check_fit(route: Route, descriptions: list[EngineDescription], present: EngineDescription | None) -> None:
-    """Refuse stages that do not belong together, naming both values."""
-    head = descriptions[0]
-    route.check(head.n_layers)
-    reference = present or head
-    for ref, description in zip(route.stages, descriptions, strict=True):
+def _check_fit(route: Route, descriptions: Sequence[EngineDescription], reference: frames.Identity | None) -> None:
+    """Refuse stages that do not belong together, or not to the route's first epoch, naming both values."""
+    route.check(descriptions[0].n_layers)
+    identities = [identity_of(description) for description in descriptions]
+    for ref, description, identity in zip(route.stages, descriptions, identities, strict=True):
         if description.layers != ref.layers:
             raise InvalidRoute(f"stage {ref.address} owns layers {description.layers}; the route says {ref.layers}")
-        for name in ("architecture", "artifact", "n_layers", "n_vocab", "adapter", "context"):
-            ours, theirs = getattr(reference, name), getattr(description, name)
-            if ours != theirs:
-                raise InvalidRoute(f"stage {ref.address} differs from the route in {name}: {theirs} is not {ours}")
-        exact = description.context.numerics.value == "exact"
-        if exact and description.kernel_fingerprint != reference.kernel_fingerprint:
-            raise InvalidRoute(
-                f"stage {ref.address} has kernel fingerprint {description.kernel_fingerprint}, the route"
-                f" {reference.kernel_fingerprint}: exact numerics need equal ones; use numerics = native, or equal hosts"
-            )
-    for before, after in zip(descriptions, descriptions[1:], strict=False):
-        if before.width_out != after.width_in:
-            raise InvalidRoute(
-                f"stage {before.layers} sends {before.width_out} floats a token; stage {after.layers} takes {after.width_in}"
-            )
+        check_alike(f"stage {ref.address}", identity, reference or identities[0])
+    for before, after in zip(identities, identities[1:], strict=False):
+        check_neighbours(before, after)
 
 
 @asynccontextmanager

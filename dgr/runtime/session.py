@@ -25,6 +25,9 @@ __all__ = ["Outlet", "SessionActor", "WorkFrame"]
 
 WorkFrame = Tokens | Boundary
 
+#: A work frame, its payload, and whom to tell once it is done with.
+_Delivery = tuple[WorkFrame, memoryview | None, Callable[[], None]]
+
 #: Work frames that may wait for one session; a pipeline keeps fewer in flight.
 INBOX = 64
 
@@ -90,7 +93,7 @@ class SessionActor:
         self._on_end = on_end
         self._machine = session_machine()
         self._scope = trio.CancelScope()
-        self._send, self._receive = trio.open_memory_channel[tuple[WorkFrame, memoryview | None]](INBOX)
+        self._send, self._receive = trio.open_memory_channel[_Delivery](INBOX)
         self._prefix = PrefixDigest()
         # Only the tail draws tokens, and penalties look at the whole transcript.
         self._history = array("i") if description.is_tail else None
@@ -116,10 +119,10 @@ class SessionActor:
 
     # --- what the supervisor does to it ---
 
-    def deliver(self, frame: WorkFrame, payload: memoryview | None) -> bool:
-        """Queue work; False when the inbox is full."""
+    def deliver(self, frame: WorkFrame, payload: memoryview | None, consumed: Callable[[], None]) -> bool:
+        """Queue work; False when the inbox is full. ``consumed`` is called when the frame has been dealt with."""
         try:
-            self._send.send_nowait((frame, payload))
+            self._send.send_nowait((frame, payload, consumed))
         except trio.WouldBlock:
             return False
         self.last_active = trio.current_time()
@@ -153,18 +156,31 @@ class SessionActor:
                 await self._stepper.clear(self.lease.slot)  # waits for a step under way
             if self._machine.state is SessionState.CLOSING:
                 self._machine.fire(SessionEvent.COMMITTED)
+            self._drop_queued()
             self._on_end(self)
             self.ended.set()
 
     async def _serve(self) -> None:
         while True:
             with trio.move_on_after(self._time_to_live) as patience:
-                frame, payload = await self._receive.receive()
+                frame, payload, consumed = await self._receive.receive()
             if patience.cancelled_caught:
                 self.end(Miss.EXPIRED)
                 await trio.sleep_forever()
-            await self._handle(frame, payload)
+            try:
+                await self._handle(frame, payload)
+            finally:
+                consumed()
             self.last_active = trio.current_time()
+
+    def _drop_queued(self) -> None:
+        """Frames that nobody will handle any more give their credit back."""
+        while True:
+            try:
+                _frame, _payload, consumed = self._receive.receive_nowait()
+            except trio.WouldBlock:
+                return
+            consumed()
 
     async def _handle(self, frame: WorkFrame, payload: memoryview | None) -> None:
         if frame.seq < self._first_seq:

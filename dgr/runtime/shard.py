@@ -18,15 +18,20 @@ from dgr.engine.budget import check_budget
 from dgr.errors import WireError
 from dgr.runtime.ledger import Ledger, Lease
 from dgr.runtime.session import SessionActor
+from dgr.runtime.states import EpochState
 from dgr.runtime.steps import Stepper, StepperStatistics
 from dgr.runtime.supervisor import EpochSupervisor
 from dgr.wire import frames
 from dgr.wire.frames import Key, Miss, Refusal
-from dgr.wire.framing import Limits
+from dgr.wire.framing import Limits, Received
 from dgr.wire.links import Link
 from dgr.wire.nurseries import open_nursery
 
-__all__ = ["Shard", "ShardStatistics", "limits_of", "open_shard"]
+__all__ = ["Dialer", "Shard", "ShardStatistics", "limits_of", "open_shard"]
+
+
+#: (own address, successor's address) -> the boundary link between them.
+Dialer = Callable[[str, str], Awaitable[Link]]
 
 
 @frozen
@@ -54,16 +59,21 @@ def limits_of(description: EngineDescription) -> Limits:
     return Limits(n_batch=description.context.n_batch, boundary_width=max(width, 1), n_vocab=description.n_vocab)
 
 
+def _nothing() -> None:
+    """A frame without payload takes no credit."""
+
+
 class Shard:
     """One stage's runtime. Made by :func:`open_shard`."""
 
     def __init__(
         self,
         engine: ShardEngine,
-        dial: Callable[[str], Awaitable[Link]],
+        dial: Dialer,
         *,
         name: str,
         time_to_live: float,
+        fence_timeout: float,
         memory_budget: int | None,
     ) -> None:
         self.name = name
@@ -73,9 +83,11 @@ class Shard:
         self.ledger = Ledger(memory, self.description.context.n_seq_max)
         self.stepper = Stepper(engine)
         self.time_to_live = time_to_live
+        self.fence_timeout = fence_timeout
         self._engine = engine
         self._dial = dial
         self._routes: dict[bytes, EpochSupervisor] = {}
+        self._predecessors: dict[str, Link] = {}
         self._nursery: trio.Nursery | None = None
         self._evictions = 0
         self._strays = 0
@@ -108,9 +120,22 @@ class Shard:
             self._evictions += 1
         return lease
 
-    async def dial(self, address: str) -> Link:
-        """A link to a next stage."""
-        return await self._dial(address)
+    async def dial(self, own: str, successor: str) -> Link:
+        """The boundary link to a next stage."""
+        return await self._dial(own, successor)
+
+    def announce(self, supervisor: EpochSupervisor) -> None:
+        """Tell the stage before this one that an epoch is admitted; one that is not connected yet hears it when it is."""
+        link = self._predecessors.get(supervisor.predecessor)
+        if link is not None:
+            self._announce_on(link, supervisor)
+
+    def _announce_on(self, link: Link, supervisor: EpochSupervisor) -> None:
+        try:
+            link.send_nowait(frames.Ready(supervisor.route, supervisor.epoch))
+        except WireError:
+            # The predecessor is gone; when it comes back it fences anew, and hears of it then.
+            return
 
     # --- links ---
 
@@ -126,21 +151,50 @@ class Shard:
             for supervisor in [one for one in self._routes.values() if one.control is link]:
                 supervisor.leave()
 
-    async def serve_boundary(self, link: Link) -> None:
-        """Read a previous stage's link until it ends."""
+    async def serve_boundary(self, link: Link, peer: str) -> None:
+        """Read the link of a previous stage, which the route knows as ``peer``, until it ends."""
+        self._predecessors[peer] = link
+        for supervisor in self._routes.values():
+            if supervisor.predecessor == peer and supervisor.state is EpochState.LIVE:
+                self._announce_on(link, supervisor)
         try:
             async for received in link:
-                if isinstance(received.frame, frames.Boundary):
-                    supervisor = self._routes.get(received.frame.key.route)
-                    if supervisor is None:
-                        self._strays += 1
-                    else:
-                        supervisor.work(received.frame, received.payload)
-                else:
-                    raise WireError(f"{type(received.frame).__name__} came on a boundary link")
+                self._on_boundary(link, peer, received)
         except WireError:
-            # As above: the previous stage's sessions time out at their pipelines; nothing here is touched.
+            # As above. The pipeline learns of a dead stage on its own control link to it.
             pass
+        finally:
+            if self._predecessors.get(peer) is link:
+                del self._predecessors[peer]
+
+    def _on_boundary(self, link: Link, peer: str, received: Received) -> None:
+        frame, payload = received.frame, received.payload
+        if not isinstance(frame, frames.Boundary) or payload is None:
+            raise WireError(f"{type(frame).__name__} came on a boundary link")
+        size = payload.nbytes
+        supervisor = self._routes.get(frame.key.route)
+        if supervisor is None:
+            self._strays += 1
+            link.grant(size)
+        elif frame.key.epoch == supervisor.epoch and supervisor.predecessor != peer:
+            raise WireError(f"a boundary came from {peer}, which is not the stage before this one")
+        else:
+            supervisor.work(frame, payload, lambda: link.grant(size))
+
+    async def watch_successor(self, link: Link) -> None:
+        """Read what comes back on the link to a next stage until it ends."""
+        why = "closed by the other side"
+        try:
+            async for received in link:
+                if not isinstance(received.frame, frames.Ready):
+                    raise WireError(f"{type(received.frame).__name__} came back on a boundary link")
+                supervisor = self._routes.get(received.frame.route)
+                if supervisor is not None:
+                    supervisor.successor_ready(link, received.frame.epoch)
+        except WireError as error:
+            why = str(error)
+        for supervisor in self._routes.values():
+            supervisor.successor_lost(link, why)
 
     async def _on_control(self, link: Link, frame: frames.Frame, payload: memoryview | None) -> None:
         match frame:
@@ -159,7 +213,7 @@ class Shard:
                 if known is None or known.control is not link:
                     self._answer_stranger(link, frame)
                 elif isinstance(frame, frames.Tokens):
-                    known.work(frame, payload)
+                    known.work(frame, payload, _nothing)
                 elif isinstance(frame, frames.Cancel):
                     known.cancel(frame)
                 else:
@@ -203,27 +257,36 @@ class Shard:
             finally:
                 outer.cancel_scope.cancel()
 
-    def start_soon(self, function: Callable[[Link], Awaitable[object]], link: Link) -> None:
-        """Serve a link among the shard's own tasks."""
+    def start_soon(self, function: Callable[..., Awaitable[object]], *args: object) -> None:
+        """Run a task among the shard's own: a link that it serves."""
         assert self._nursery is not None
-        self._nursery.start_soon(function, link)
+        self._nursery.start_soon(function, *args)
 
 
 @asynccontextmanager
 async def open_shard(
     engine: ShardEngine,
-    dial: Callable[[str], Awaitable[Link]],
+    dial: Dialer,
     *,
     name: str = "shard",
     time_to_live: float = math.inf,
+    fence_timeout: float = 30.0,
     memory_budget: int | None = None,
 ) -> AsyncIterator[Shard]:
     """Run a shard for the length of the block.
 
-    ``time_to_live``: seconds after which an idle session is dropped. ``memory_budget``: bytes; exceeding it is refused
+    ``dial(own, successor)`` gives the boundary link to a next stage; the shard reads it with :meth:`Shard.watch_successor`,
+    which the dialer starts. ``fence_timeout``: seconds a fence waits for the next stage. ``time_to_live``: seconds after which an idle session is dropped. ``memory_budget``: bytes; exceeding it is refused
     with :class:`~dgr.errors.BudgetExceeded`. The engine is not stopped: it belongs to the caller.
     """
-    shard = Shard(engine, dial, name=name, time_to_live=time_to_live, memory_budget=memory_budget)
+    shard = Shard(
+        engine,
+        dial,
+        name=name,
+        time_to_live=time_to_live,
+        fence_timeout=fence_timeout,
+        memory_budget=memory_budget,
+    )
     async with open_nursery() as nursery:
         await nursery.start(shard.run)
         try:

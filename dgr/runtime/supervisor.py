@@ -1,8 +1,9 @@
 """The epoch supervisor: one per shard and route session.
 
 It alone makes and ends session actors. A fence raises the epoch at once, so that every older frame is stale from then
-on; ends every older actor; waits until their slots are cleared and their bytes are back; reaches the new successor; and
-only then answers Fenced and admits work.
+on; ends every older actor; waits until their slots are cleared and their bytes are back; reaches the new successor and
+waits until that one is ready; and only then answers Fenced and admits work. Readiness thus flows from the tail to the
+head: whoever sees the head's Fenced knows that every stage behind it admits the epoch.
 """
 
 from __future__ import annotations
@@ -39,13 +40,19 @@ class Host(Protocol):
     ledger: Ledger
     description: EngineDescription
     time_to_live: float
+    #: Seconds a fence waits for its successor.
+    fence_timeout: float
 
     async def lease(self, owner: Key) -> Lease | None:
         """A slot, evicting the oldest idle session of any route if none is free."""
         ...
 
-    async def dial(self, address: str) -> Link:
-        """A link to a next stage."""
+    async def dial(self, own: str, successor: str) -> Link:
+        """The boundary link to a next stage; ``own`` is the address by which the route knows this one."""
+        ...
+
+    def announce(self, supervisor: EpochSupervisor) -> None:
+        """Tell the stage before this one that the epoch is admitted, if it is connected."""
         ...
 
 
@@ -56,10 +63,13 @@ class EpochSupervisor:
         self.route = route
         self.control = control
         self.epoch = 0
+        #: Address of the stage before this one; empty on a head. Boundaries are taken from no one else.
+        self.predecessor = ""
         self.sessions: dict[int, SessionActor] = {}
         self._host = host
         self._machine = epoch_machine()
         self._successor: Link | None = None
+        self._successor_ready = trio.Event()
         self._epitaphs: OrderedDict[int, Miss] = OrderedDict()
         self._scope = trio.CancelScope()
         self._nursery: trio.Nursery | None = None
@@ -111,17 +121,22 @@ class EpochSupervisor:
         self._requests += 1
         self._nursery.start_soon(run)
 
-    def work(self, frame: WorkFrame, payload: memoryview | None) -> None:
-        """Hand a work frame to its session, or answer why not."""
+    def work(self, frame: WorkFrame, payload: memoryview | None, consumed: Callable[[], None]) -> None:
+        """Hand a work frame to its session, or answer why not. ``consumed`` is called once the frame is done with."""
         key = frame.key
         if key.epoch != self.epoch:
             self._answer(frames.StaleEpoch(key, frame.seq, self.epoch))
         elif (actor := self.sessions.get(key.session)) is None or actor.ended.is_set():
             self._answer(frames.CacheMiss(key, frame.seq, self._why_missing(key), 0))
-        elif not actor.deliver(frame, payload):
+        elif actor.deliver(frame, payload, consumed):
+            return
+        else:
             self._answer(
-                frames.Refused(key, frame.seq, Refusal.OVERLOADED, "the session's inbox is full: keep fewer frames in flight")
+                frames.Refused(
+                    key, frame.seq, Refusal.OVERLOADED, "the session's inbox is full: keep fewer frames in flight"
+                )
             )
+        consumed()
 
     def cancel(self, frame: frames.Cancel) -> None:
         """Stop queued work of a session; bypasses its inbox."""
@@ -144,31 +159,58 @@ class EpochSupervisor:
     # --- the requests themselves ---
 
     async def _fence(self, frame: frames.Fence) -> None:
-        nobody = Key(self.route, frame.epoch, 0)
         if frame.epoch <= self.epoch:
-            self._answer(frames.StaleEpoch(nobody, 0, self.epoch))
+            self._answer(frames.StaleEpoch(Key(self.route, frame.epoch, 0), 0, self.epoch))
             return
         self._machine.fire(EpochEvent.FENCE)
-        self.epoch = frame.epoch
+        self.epoch, self.predecessor = frame.epoch, frame.predecessor
+        self._successor = None
+        self._successor_ready.set()  # an older fence that still waits gives way
+        self._successor_ready = trio.Event()
         old = list(self.sessions.values())
         released = sum(actor.lease.total for actor in old)
         for actor in old:
             actor.end(None)
         for actor in old:
             await actor.ended.wait()
-        self._epitaphs.clear()
-        try:
-            successor = await self._host.dial(frame.successor) if frame.successor else None
-        except (DgrError, OSError) as error:
-            if self.epoch == frame.epoch:
-                self._machine.fire(EpochEvent.FAILED)
-                self._answer(frames.Refused(nobody, 0, Refusal.SUCCESSOR, f"cannot reach {frame.successor}: {error}"[:4096]))
-            return
-        if self.epoch != frame.epoch:
+        problem = await self._reach_successor(frame) if frame.successor else None
+        if self.epoch != frame.epoch or self.state is not EpochState.FENCING:
             return  # a newer fence took over while this one waited; it answers
-        self._successor = successor
+        if problem is not None:
+            self._machine.fire(EpochEvent.FAILED)
+            self._answer(frames.Refused(Key(self.route, frame.epoch, 0), 0, Refusal.SUCCESSOR, problem[:4096]))
+            return
+        self._epitaphs.clear()
         self._machine.fire(EpochEvent.DRAINED)
+        self._host.announce(self)
         self._answer(frames.Fenced(self.route, frame.epoch, len(old), released))
+
+    async def _reach_successor(self, frame: frames.Fence) -> str | None:
+        """Connect to the next stage and wait until it admits the epoch; gives what went wrong."""
+        ready = self._successor_ready
+        with trio.move_on_after(self._host.fence_timeout):
+            try:
+                successor = await self._host.dial(frame.stage, frame.successor)
+            except DgrError as error:
+                return f"cannot reach the next stage {frame.successor}: {error}"
+            if self.epoch == frame.epoch:
+                self._successor = successor
+                await ready.wait()
+        if not ready.is_set():
+            return f"the next stage {frame.successor} was not ready within {self._host.fence_timeout:g} s"
+        return None
+
+    def successor_ready(self, link: Link, epoch: int) -> None:
+        """The next stage admits an epoch."""
+        if link is self._successor and epoch == self.epoch:
+            self._successor_ready.set()
+
+    def successor_lost(self, link: Link, why: str) -> None:
+        """The link to the next stage ended: what was under way on it is lost, and the pipeline must know at once."""
+        if link is self._successor:
+            self._successor = None
+            key = Key(self.route, self.epoch, 0)
+            self._answer(frames.Refused(key, 0, Refusal.SUCCESSOR, f"the link to the next stage ended: {why}"[:4096]))
 
     async def _open(self, frame: frames.Open) -> None:
         key = frame.key

@@ -17,8 +17,10 @@ from typing import TYPE_CHECKING, Any
 from attrs import evolve, frozen
 
 from dgr.errors import InputError
+from dgr.model.ggml import GgmlType
 from dgr.model.tensors import TensorKind, TensorSpec, block_tensors, head_tensors, tail_tensors
 from dgr.model.v4 import ARCHITECTURE, V4_FLASH, HyperParameters
+from dgr.testing.fixture_blocks import BLOCK_TYPES, random_blocks
 from dgr.testing.fixture_metadata import add_metadata
 from dgr.testing.fixture_presets import PRESETS, WEIGHTS
 from dgr.testing.fixture_stream import Stream, bfloat16, mxfp4_blocks, q4_k_blocks, q8_0_blocks
@@ -30,7 +32,12 @@ if TYPE_CHECKING:
 
 __all__ = ["PRESETS", "WEIGHTS", "FixtureSummary", "add_arguments", "write_fixture", "write_from_arguments"]
 
-_BLOCK_WRITERS = {"Q8_0": (32, q8_0_blocks), "MXFP4": (32, mxfp4_blocks), "Q4_K": (256, q4_k_blocks)}
+_BLOCK_WRITERS = {"Q8_0": q8_0_blocks, "MXFP4": mxfp4_blocks, "Q4_K": q4_k_blocks}
+
+#: Kinds of matrix that a quantised file quantises.
+_QUANTISED_KINDS = (
+    TensorKind.EMBEDDING, TensorKind.OUTPUT, TensorKind.DENSE, TensorKind.COMPRESSOR, TensorKind.EXPERT
+)  # fmt: skip
 
 
 @frozen
@@ -75,11 +82,21 @@ def _head_gains(vocab: Vocabulary) -> npt.NDArray[np.float32]:
     return gains
 
 
+def _types_by_kind(weights: str) -> dict[TensorKind, str]:
+    """What ``weights`` means: a key of :data:`WEIGHTS`, or the name of a type that every matrix shall have."""
+    if weights in WEIGHTS:
+        return WEIGHTS[weights]
+    name = weights.upper()
+    if name not in ("BF16", *(kind.name for kind in BLOCK_TYPES)):
+        raise InputError(f"unknown weights {weights!r}; choose one of {', '.join(WEIGHTS)}, or a quantised type")
+    return dict.fromkeys(_QUANTISED_KINDS, name)
+
+
 def _tensor_type(spec: TensorSpec, weights: str) -> str:
     if spec.kind is TensorKind.HASH_TABLE:
         return "I32"
-    name = WEIGHTS[weights].get(spec.kind, "F32")
-    block = _BLOCK_WRITERS[name][0] if name in _BLOCK_WRITERS else 1
+    name = _types_by_kind(weights).get(spec.kind, "F32")
+    block = GgmlType[name].block_size
     if spec.ne[0] % block:
         raise InputError(
             f"weights {weights!r} need rows that are multiples of {block} values, but {spec.name} has rows of"
@@ -126,10 +143,11 @@ def _values(np: Any, spec: TensorSpec, type_name: str, seed: int, hp: HyperParam
     row_rms = np.full(n_rows, rms, np.float32)
     if spec.kind is TensorKind.OUTPUT:
         row_rms *= gains
-    if type_name in _BLOCK_WRITERS:
-        block, write = _BLOCK_WRITERS[type_name]
-        per_row = spec.ne[0] // block
-        blocks = write(stream, np.repeat(row_rms, per_row))
+    kind = GgmlType[type_name]
+    if kind in BLOCK_TYPES:
+        sizes = np.repeat(row_rms, spec.ne[0] // kind.block_size)
+        write = _BLOCK_WRITERS.get(type_name)
+        blocks = random_blocks(kind, stream, sizes) if write is None else write(stream, sizes)
         return blocks.reshape(*shape[:-1], -1)
     values = stream.uniform(spec.n_elements, math.sqrt(3)).reshape(n_rows, spec.ne[0])
     values *= row_rms[:, None]
@@ -152,16 +170,16 @@ def write_fixture(
 ) -> FixtureSummary:
     """Write a V4 model to ``path`` (replaced in one step when complete).
 
-    ``layers``: a prefix of the real schedule. ``weights``: a key of :data:`WEIGHTS`. ``preset``: a key of
-    :data:`PRESETS`; by default ``tiny``, or ``wide`` for ``q4_k``. ``mtp``: append the MTP block. ``sparse``: write
-    header and zeroes as a hole in the file (sizes only; the model must not be run).
+    ``layers``: a prefix of the real schedule. ``weights``: a key of :data:`WEIGHTS`, or a quantised type for every
+    matrix. ``preset``: a key of :data:`PRESETS`; by default ``tiny``, or ``wide`` for types with long blocks. ``mtp``:
+    append the MTP block. ``sparse``: write header and zeroes as a hole in the file (sizes only; the model must not be
+    run).
     """
     gguf, np = _requirements()
-    preset = preset or ("wide" if weights == "q4_k" else "tiny")
+    longest = max((GgmlType[name].block_size for name in _types_by_kind(weights).values()), default=1)
+    preset = preset or ("wide" if longest > 32 else "tiny")
     if preset not in PRESETS:
         raise InputError(f"unknown preset {preset!r}; choose one of {', '.join(PRESETS)}")
-    if weights not in WEIGHTS:
-        raise InputError(f"unknown weights {weights!r}; choose one of {', '.join(WEIGHTS)}")
     if not 1 <= layers <= V4_FLASH.n_layers:
         raise InputError(f"{layers} layers asked for, but the schedule has 1 to {V4_FLASH.n_layers}")
     if not 0 <= seed < 1 << 63:
@@ -212,7 +230,7 @@ def write_fixture(
             for spec, type_name in zip(specs, types, strict=True):
                 writer.write_tensor_data(_values(np, spec, type_name, seed, hp, gains))
         writer.close()
-        os.replace(partial, target)
+        partial.replace(target)
     except OSError as failed:
         raise InputError(f"{target} cannot be written: {failed.strerror or failed}; choose another place") from failed
     finally:

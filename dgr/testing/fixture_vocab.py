@@ -4,6 +4,8 @@ Every byte is a token, so any text round-trips; merges build the words below, th
 the vocabulary is full. The pre-tokenizer is V4's own, ``joyai-llm`` (``src/llama-vocab.cpp``).
 """
 
+# ruff: noqa: RUF001 (the marks in V4's special tokens are what they look like)
+
 from __future__ import annotations
 
 import itertools

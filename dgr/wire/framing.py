@@ -148,7 +148,7 @@ class Framer:
     def __init__(self, limits: Limits) -> None:
         #: What the bytes were refused for; nothing more is taken after it.
         self.error: FrameError | None = None
-        self._limits = limits
+        self.limits = limits
         self._header = bytearray()
         self._left = 0
         self._message: bytearray | None = None
@@ -203,7 +203,7 @@ class Framer:
         return view[missing:]
 
     def _begin(self, length: int, kind: int, stream: int) -> None:
-        limits = self._limits
+        limits = self.limits
         if kind == _MESSAGE:
             if not 0 < length <= limits.message:
                 raise FrameError(f"a message of {length} bytes came; the link agreed on 1..{limits.message}")
@@ -246,7 +246,7 @@ class Framer:
             frame = frames.decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise FrameError(f"a message of {len(body)} bytes is no frame of this schema: {error}") from error
-        size = self._limits.payload(frame)
+        size = self.limits.payload(frame)
         if not size:
             if self._stream:
                 raise FrameError(f"{type(frame).__name__} has no payload but names stream {self._stream}")
@@ -254,11 +254,11 @@ class Framer:
             return
         if not self._stream or self._stream in self._assemblies:
             raise FrameError(f"{type(frame).__name__} names stream {self._stream}, which is taken or reserved")
-        if len(self._assemblies) >= self._limits.streams:
-            raise FrameError(f"more than {self._limits.streams} payloads are under way; the link agreed on that many")
+        if len(self._assemblies) >= self.limits.streams:
+            raise FrameError(f"more than {self.limits.streams} payloads are under way; the link agreed on that many")
         held = self._assembling
-        if held and held + size > self._limits.under_way:
+        if held and held + size > self.limits.under_way:
             raise FrameError(
-                f"a payload of {size} bytes came beside {held} bytes under way; the link agreed on {self._limits.under_way}"
+                f"a payload of {size} bytes came beside {held} bytes under way; the link agreed on {self.limits.under_way}"
             )
         self._assemblies[self._stream] = _Assembly(frame, size)

@@ -6,12 +6,18 @@ turns, fragment by fragment, so that no session waits for another's long prefill
 time, so that its frames arrive in the order in which they were sent. The payloads under way are bounded in bytes and in
 number; :meth:`Link.send` waits for room, first come first served.
 
+The receiver holds back the sender with *credits*: payload bytes may be sent only as far as the other side has granted
+them, and it grants them again when it has consumed a payload, so that what waits at a slow stage stays bounded. With a
+*heartbeat* an idle link sends a sign of life now and then, and a side that hears nothing at all for three heartbeats gives
+the other up: any byte counts as life.
+
 A link that breaks is closed at once: the other side sees it, and so does whoever iterates here. Only after a failed write
 is it still read, because the other side's last words may wait there.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -20,7 +26,7 @@ import trio
 from attrs import frozen
 
 from dgr.errors import ClosedError, FrameError, LinkBroken, Overloaded
-from dgr.wire.frames import Boundary, Frame, Key, Logits
+from dgr.wire.frames import Boundary, Credit, Frame, Key, Logits, Ping, Pong
 from dgr.wire.framing import Framer, Limits, Packet, Received, encode
 from dgr.wire.nurseries import open_nursery
 
@@ -34,6 +40,8 @@ _CONTROL_QUEUE = 4096
 _WAITING = 4096
 #: Streams are numbered 1..65535 on the wire; 0 stands for "no payload".
 _LAST_STREAM = 65535
+#: Heartbeats without a byte after which the other side is given up.
+_SILENT_BEATS = 3
 #: Chunks of 64 KiB that a memory transport holds each way.
 _MEMORY_CHUNKS = 16
 
@@ -70,9 +78,14 @@ class _Outgoing:
 class Link:
     """One end of a link. Made by :func:`open_link`; iterate over it to receive."""
 
-    def __init__(self, transport: trio.abc.Stream, limits: Limits, name: str) -> None:
+    def __init__(
+        self, transport: trio.abc.Stream, limits: Limits, name: str, credit: int | None, heartbeat: float | None
+    ) -> None:
         self.name = name
         self.limits = limits
+        #: Payload bytes the other side takes before it grants more; None: any number.
+        self._credit = credit
+        self._heartbeat = heartbeat
         self._transport = transport
         self._framer = Framer(limits)
         self._control: deque[Packet] = deque()
@@ -84,6 +97,8 @@ class Link:
         self._stream = 0
         self._queued = 0
         self._work = trio.Event()
+        self._idle = trio.lowlevel.ParkingLot()
+        self._writing_now = False
         self._writing = trio.CancelScope()
         self._received: deque[Received] = deque()
         #: What the iteration ends with.
@@ -100,7 +115,23 @@ class Link:
             self._frames_sent, self._frames_received, self._bytes_sent, self._bytes_received, self._queued
         )
 
+    def agree(self, limits: Limits, credit: int | None) -> None:
+        """Take the limits and the first credit that a handshake settled; nothing with a payload may be under way."""
+        self.limits = limits
+        self._framer.limits = limits
+        self._credit = credit
+
     # --- sending ---
+
+    def grant(self, n_bytes: int) -> None:
+        """Let the other side send ``n_bytes`` of payload again: that many were consumed here."""
+        if self._broken is None and not self._closed:
+            self.send_nowait(Credit(n_bytes))
+
+    async def flush(self) -> None:
+        """Wait until everything queued is written, or the link ends."""
+        while (self._control or self._turns or self._writing_now) and self._broken is None and not self._closed:
+            await self._idle.park()
 
     def send_nowait(self, frame: Frame) -> None:
         """Queue a frame that has no payload, ahead of all payloads."""
@@ -166,12 +197,14 @@ class Link:
             outgoing = self._waiting[0]
             if outgoing.session in behind:
                 passed_over.append(self._waiting.popleft())
-            elif self._queued and self._queued + outgoing.size > self.limits.under_way:
+            elif self._lacks_room(outgoing.size):
                 break  # nobody overtakes it for want of bytes, or it might wait forever
             else:
                 self._waiting.popleft()
                 self._sessions.add(outgoing.session)
                 self._queued += outgoing.size
+                if self._credit is not None:
+                    self._credit -= outgoing.size
                 self._frames_sent += 1
                 self._turns.append(outgoing)
                 outgoing.admitted = True
@@ -179,6 +212,11 @@ class Link:
                 self._work.set()
             behind.add(outgoing.session)
         self._waiting.extendleft(reversed(passed_over))
+
+    def _lacks_room(self, size: int) -> bool:
+        if self._credit is not None and size > self._credit:
+            return True
+        return bool(self._queued) and self._queued + size > self.limits.under_way
 
     def _check_open(self) -> None:
         if self._closed:
@@ -201,19 +239,24 @@ class Link:
                     self._queued -= outgoing.size
                     self._admit()
             else:
+                self._idle.unpark_all()
                 self._work = trio.Event()
-                await self._work.wait()
+                with trio.move_on_after(math.inf if self._heartbeat is None else self._heartbeat) as quiet:
+                    await self._work.wait()
+                if quiet.cancelled_caught:
+                    self.send_nowait(Ping(0))
 
     async def _put(self, packet: Packet) -> int:
         """Write a packet; gives the payload bytes in it."""
         head, body = packet
+        self._writing_now = True
         await self._transport.send_all(head)
         self._bytes_sent += len(head)
-        if body is None:
-            return 0
-        await self._transport.send_all(body)
-        self._bytes_sent += body.nbytes
-        return body.nbytes
+        if body is not None:
+            await self._transport.send_all(body)
+            self._bytes_sent += body.nbytes
+        self._writing_now = False
+        return 0 if body is None else body.nbytes
 
     async def _run_writer(self) -> None:
         try:
@@ -236,6 +279,7 @@ class Link:
         self._writing.cancel()
 
     def _settle_all(self) -> None:
+        self._idle.unpark_all()
         while self._waiting:
             self._waiting.popleft().settled.set()
 
@@ -252,17 +296,37 @@ class Link:
         """
         if self._received:
             await trio.lowlevel.checkpoint()
-        while not self._received:
-            if self._end is not None:
-                raise self._end
-            await self._fill()
-        self._frames_received += 1
-        return self._received.popleft()
+        while True:
+            while not self._received:
+                if self._end is not None:
+                    raise self._end
+                await self._fill()
+            self._frames_received += 1
+            received = self._received.popleft()
+            if not self._is_housekeeping(received.frame):
+                return received
+
+    def _is_housekeeping(self, frame: Frame) -> bool:
+        """Deal with what concerns the link alone."""
+        match frame:
+            case Credit():
+                if self._credit is not None:
+                    self._credit += frame.bytes
+                    self._admit()
+            case Ping():
+                if frame.nonce and self._broken is None:
+                    self.send_nowait(Pong(frame.nonce))
+            case _:
+                return False
+        return True
 
     async def _fill(self) -> None:
         """Read once."""
+        patience = math.inf if self._heartbeat is None else _SILENT_BEATS * self._heartbeat
+        data: bytes | bytearray | None = None
         try:
-            data = await self._transport.receive_some(_READ)
+            with trio.move_on_after(patience):
+                data = await self._transport.receive_some(_READ)
         except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
             if self._closed:
                 self._end = StopAsyncIteration()
@@ -270,6 +334,10 @@ class Link:
                 self._break(f"cannot read: {error or type(error).__name__}")
                 self._end = LinkBroken(f"link {self.name}: {self._broken}")
                 self._end.__cause__ = error
+            return
+        if data is None:
+            self._break(f"the other side was silent for {patience:g} s")
+            self._end = LinkBroken(f"link {self.name}: {self._broken}")
             return
         self._bytes_received += len(data)
         if not data:
@@ -295,9 +363,20 @@ class Link:
 
 
 @asynccontextmanager
-async def open_link(transport: trio.abc.Stream, limits: Limits, *, name: str = "link") -> AsyncIterator[Link]:
-    """Run a link's writer for the length of the block; the link is closed on the way out."""
-    link = Link(transport, limits, name)
+async def open_link(
+    transport: trio.abc.Stream,
+    limits: Limits,
+    *,
+    name: str = "link",
+    credit: int | None = None,
+    heartbeat: float | None = None,
+) -> AsyncIterator[Link]:
+    """Run a link's writer for the length of the block; the link is closed on the way out.
+
+    ``credit``: payload bytes that may be sent before the other side grants more (None: any number). ``heartbeat``: seconds
+    after which an idle link shows a sign of life; three without a byte end it (None: a silent peer is waited for).
+    """
+    link = Link(transport, limits, name, credit, heartbeat)
     async with open_nursery() as nursery:
         nursery.start_soon(link._run_writer)
         try:

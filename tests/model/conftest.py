@@ -56,9 +56,9 @@ def build_gguf() -> Callable[..., bytes]:
         out += struct.pack("<Q", len(pairs) if n_pairs is None else n_pairs)
         for key, kind, value in pairs:
             out += text(key) + struct.pack("<I", kind) + value
-        for name, ne, kind, offset in tensors:
+        for name, ne, code, offset in tensors:
             out += text(name) + struct.pack("<I", len(ne)) + struct.pack(f"<{len(ne)}Q", *ne)
-            out += struct.pack("<IQ", kind, offset)
+            out += struct.pack("<IQ", code, offset)
         return out + bytes(-len(out) % alignment if tensors else 0) + data
 
     return build

@@ -99,7 +99,8 @@ def test_reads_tensor_table_with_alignment(build_gguf: Build, tmp_path: Path) ->
     raw = build_gguf(pairs, tensors, bytes(64 + 68), alignment=64)
     file = read_gguf(write(tmp_path, raw))
     assert file.alignment == 64
-    assert file.data_offset % 64 == 0 and file.data_offset + 132 == file.file_bytes == len(raw)
+    assert file.data_offset % 64 == 0
+    assert file.data_offset + 132 == file.file_bytes == len(raw)
     one, two = file.tensors.values()
     assert (one.name, one.ne, one.type, one.n_bytes, one.offset) == ("one", (3,), GgmlType.F32, 12, file.data_offset)
     assert (two.ne, two.type, two.n_bytes, two.offset) == ((32, 2, 1), GgmlType.Q8_0, 68, file.data_offset + 64)
@@ -139,7 +140,7 @@ def test_agrees_with_the_gguf_package(min_mixed: Path) -> None:
 
 HUGE = (1 << 64) - 1
 BAD_FILES: dict[str, tuple[Callable[[Build], bytes], str]] = {
-    "empty": (lambda b: b"", "the magic needs 4 bytes"),
+    "empty": (lambda _: b"", "the magic needs 4 bytes"),
     "magic": (lambda b: b(magic=b"GGML"), "b'GGML'"),
     "version 1": (lambda b: b(version=1), "version 1"),
     "version 4": (lambda b: b(version=4), "version 4"),
@@ -166,7 +167,7 @@ BAD_FILES: dict[str, tuple[Callable[[Build], bytes], str]] = {
         lambda b: b([("k", ValueType.ARRAY, array(ValueType.ARRAY, 1, array(ValueType.UINT8, 1, b"\0")))]),
         "array of arrays",
     ),
-    "value type": (lambda b: b([("k", 13, b"\0")]), "unknown type 13"),  # type: ignore[list-item]
+    "value type": (lambda b: b([("k", 13, b"\0")]), "unknown type 13"),
     "duplicate key": (lambda b: b([("k", ValueType.UINT8, b"\0")] * 2), "'k' occurs twice"),
     "empty key": (lambda b: b([("", ValueType.UINT64, bytes(8))]), "key 0 is 0 bytes long"),
     "alignment 0": (lambda b: b([("general.alignment", ValueType.UINT32, bytes(4))]), "general.alignment is 0"),
@@ -213,7 +214,7 @@ def test_names_must_be_utf8(build_gguf: Build, tmp_path: Path) -> None:
 def test_a_header_larger_than_the_limit_is_refused_unread(build_gguf: Build, tmp_path: Path) -> None:
     path = tmp_path / "file.gguf"
     raw = build_gguf([("k", ValueType.ARRAY, array(ValueType.UINT8, 1 << 30, b""))])
-    with open(path, "wb") as file:
+    with path.open("wb") as file:
         file.write(raw)
         file.truncate(len(raw) + (1 << 30))  # a hole: takes no space
     with pytest.raises(ArtifactError, match="a header may take at most 268435456 bytes"):

@@ -68,8 +68,10 @@ def test_model_as_json(capsys: Capture, min_model: Path) -> None:
     assert [layer["hash_routed"] for layer in found["layers"]] == [True, True, True, False]
     layers = sum(layer["weight_bytes"] for layer in found["layers"])
     assert found["weight_bytes"] == layers + found["head_bytes"] + found["tail_bytes"]
-    assert found["mtp_bytes"] > 0 and found["file_bytes"] == min_model.stat().st_size
-    assert found["hyper_parameters"]["n_embd"] == 32 and len(found["identity"]) == 64
+    assert found["mtp_bytes"] > 0
+    assert found["file_bytes"] == min_model.stat().st_size
+    assert found["hyper_parameters"]["n_embd"] == 32
+    assert len(found["identity"]) == 64
 
 
 def test_tables(capsys: Capture, min_mixed: Path) -> None:
@@ -77,9 +79,11 @@ def test_tables(capsys: Capture, min_mixed: Path) -> None:
     assert "main layers        4\n" in text
     lines = [line for line in text.splitlines() if line.startswith(("0-1 ", "2 ", "3 "))]
     assert [line.split()[:3] for line in lines] == [["0-1", "2", "SWA"], ["2", "1", "CSA"], ["3", "1", "HCA"]]
-    assert "token id" in lines[1] and "router" in lines[2]
+    assert "token id" in lines[1]
+    assert "router" in lines[2]
     flash = run(capsys, "v4-flash")
-    assert "3,5..41     20  HCA" in flash and "4,6..42     20  CSA" in flash
+    assert "3,5..41     20  HCA" in flash
+    assert "4,6..42     20  CSA" in flash
     table = run(capsys, "v4-flash", "--layers", "0:43", "--ctx", "32768")
     assert table.splitlines()[-1].split() == ["total", "271466496", "258.89", "MiB"]
     assert all(line == line.rstrip() for line in (text + flash + table).splitlines())
@@ -87,7 +91,8 @@ def test_tables(capsys: Capture, min_mixed: Path) -> None:
 
 def test_mtp_is_shown_as_never_run(capsys: Capture, min_model: Path) -> None:
     text = run(capsys, str(min_model))
-    assert "4 + 1 MTP block (reserved, never run)" in text and "not loaded" in text
+    assert "4 + 1 MTP block (reserved, never run)" in text
+    assert "not loaded" in text
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,8 @@ def test_reads_what_the_fixture_wrote(header: GgufFile) -> None:
         *("rope_base", "compress_rope_base", "context_length", "yarn"),
     ):
         assert getattr(hp, name) == getattr(preset, name), name
-    assert hp.rms_epsilon == pytest.approx(1e-6) and hp.hc_epsilon == pytest.approx(1e-6)
+    assert hp.rms_epsilon == pytest.approx(1e-6)
+    assert hp.hc_epsilon == pytest.approx(1e-6)
     assert hp.swiglu_clamp_exp == hp.swiglu_clamp_shexp == (10.0,) * 5
     assert hp.boundary_width == 128
 

@@ -109,7 +109,8 @@ def test_sessions_multiply_everything() -> None:
 
 def test_contexts_are_rounded_up_to_256() -> None:
     assert [ContextShape(n).n_ctx_seq for n in (1, 256, 257)] == [256, 256, 512]
-    assert total(WHOLE, 32513) == total(WHOLE, 32768) and total(WHOLE, 32768) < total(WHOLE, 32769)
+    assert total(WHOLE, 32513) == total(WHOLE, 32768)
+    assert total(WHOLE, 32768) < total(WHOLE, 32769)
     # A short context is held whole by the window cache, however large the sub-batch.
     short = state_map(V4_FLASH, WHOLE, ContextShape(300, 2048))
     assert [short[part].rows for part in (Component.RAW_SWA, Component.CSA, Component.HCA)] == [512, 256, 256]

@@ -72,7 +72,8 @@ def test_the_stream_is_splitmix64() -> None:
 def test_uniform_values_fill_their_interval() -> None:
     values = Stream(0, "x").uniform(1 << 16, 0.25, 1.0)
     assert values.dtype == np.float32
-    assert 0.75 <= values.min() < 0.7501 and 1.2499 < values.max() <= 1.25
+    assert 0.75 <= values.min() < 0.7501
+    assert 1.2499 < values.max() <= 1.25
     assert abs(float(values.mean()) - 1.0) < 0.002
 
 
@@ -108,15 +109,19 @@ def test_no_value_is_trivial(whole: Path) -> None:
         if kind is TensorKind.HASH_TABLE:
             continue
         flat = data.reshape(-1).astype(np.float64)
-        assert np.isfinite(flat).all() and (flat != 0).all(), tensor.name
+        assert np.isfinite(flat).all(), tensor.name
+        assert (flat != 0).all(), tensor.name
         assert len(np.unique(flat)) > 0.95 * len(flat), tensor.name
         match kind:
             case TensorKind.NORM:
-                assert flat.min() >= 0.75 and flat.max() <= 1.25, tensor.name
+                assert flat.min() >= 0.75, tensor.name
+                assert flat.max() <= 1.25, tensor.name
             case TensorKind.HC_SCALE:
-                assert flat.min() >= 0.5 and flat.max() <= 1.0, tensor.name
+                assert flat.min() >= 0.5, tensor.name
+                assert flat.max() <= 1.0, tensor.name
             case TensorKind.SINK | TensorKind.APE | TensorKind.HC_BASE | TensorKind.EXPERT_BIAS:
-                assert np.abs(flat).max() <= 1 and (len(flat) < 16 or flat.min() < 0 < flat.max()), tensor.name
+                assert np.abs(flat).max() <= 1, tensor.name
+                assert len(flat) < 16 or flat.min() < 0 < flat.max(), tensor.name
             case TensorKind.EMBEDDING:
                 assert float(np.sqrt((flat**2).mean())) == pytest.approx(1.0, rel=0.02)
             case TensorKind.OUTPUT:
@@ -131,8 +136,10 @@ def test_hash_tables_route_to_distinct_experts(whole: Path) -> None:
     assert [tensor.name.split(".")[1] for tensor in tables] == ["0", "1", "2"]
     for tensor in tables:
         rows = np.asarray(tensor.data)
-        assert rows.shape == (320, 2) and rows.dtype == np.int32
-        assert rows.min() == 0 and rows.max() == 3
+        assert rows.shape == (320, 2)
+        assert rows.dtype == np.int32
+        assert rows.min() == 0
+        assert rows.max() == 3
         assert (rows[:, 0] != rows[:, 1]).all()
         assert len({tuple(row) for row in rows.tolist()}) == 12  # every ordered pair of 4 experts
 
@@ -219,7 +226,8 @@ def test_prefixes_share_their_layers(tmp_path: Path) -> None:
 def test_sparse_files_have_sizes_but_no_weights(tmp_path: Path) -> None:
     path = tmp_path / "real.gguf"
     summary = write_fixture(path, preset="real", weights="mixed", sparse=True)
-    assert summary.n_tensors == 1328 and round(summary.n_parameters / 1e9, 2) == 284.33
+    assert summary.n_tensors == 1328
+    assert round(summary.n_parameters / 1e9, 2) == 284.33
     assert path.stat().st_blocks * 512 < 8 << 20 < summary.file_bytes
     artifact = Artifact.open(path)
     assert round(artifact.weight_bytes(artifact.hp.whole) / (1 << 30), 1) == 145.7
@@ -228,9 +236,12 @@ def test_sparse_files_have_sizes_but_no_weights(tmp_path: Path) -> None:
 def test_presets_keep_what_makes_the_graph_real() -> None:
     assert set(WEIGHTS) == set(TYPES)
     for name, hp in PRESETS.items():
-        assert hp.n_layers == 43 and hp.hash_layers == 3 and hp.window == 128, name
+        assert hp.n_layers == 43, name
+        assert hp.hash_layers == 3, name
+        assert hp.window == 128, name
         # Fewer heads give exact ties; equal widths would switch the Hadamard rotation on for every cache.
-        assert hp.indexer_heads >= 16 and hp.indexer_dim != hp.head_dim, name
+        assert hp.indexer_heads >= 16, name
+        assert hp.indexer_dim != hp.head_dim, name
         assert name in ("big", "real") or hp.indexer_top_k * 4 == 128, name
 
 

@@ -50,7 +50,9 @@ def test_is_well_formed(size: int) -> None:
     known = set(SYMBOLS)
     for merge in vocab.merges:
         left, right = merge.split(" ")
-        assert left in known and right in known and left + right not in known
+        assert left in known
+        assert right in known
+        assert left + right not in known
         known.add(left + right)
     assert known == set(vocab.tokens[len(SPECIALS) :])
 
@@ -58,13 +60,16 @@ def test_is_well_formed(size: int) -> None:
 def test_every_byte_has_one_printable_symbol() -> None:
     assert len(SYMBOLS) == len(set(SYMBOLS)) == 256
     assert all(len(symbol) == 1 and symbol.isprintable() and not symbol.isspace() for symbol in SYMBOLS)
-    assert SYMBOLS[ord("A")] == "A" and SYMBOLS[ord(" ")] == "Ġ" and SYMBOLS[ord("\n")] == "Ċ"
+    assert SYMBOLS[ord("A")] == "A"
+    assert SYMBOLS[ord(" ")] == "Ġ"
+    assert SYMBOLS[ord("\n")] == "Ċ"
 
 
 def test_words_are_tokens() -> None:
     vocab = build_vocabulary(512)
     ids = encode(vocab, " the and of")
-    assert len(ids) == 3 and set(ids) <= vocab.words
+    assert len(ids) == 3
+    assert set(ids) <= vocab.words
     assert all(vocab.tokens[token].startswith("Ġ") for token in vocab.words)
     assert len(vocab.words) > 80
 

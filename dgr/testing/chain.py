@@ -1,0 +1,116 @@
+"""Stages run by hand: a chain of engines in which the residual of each is the input of the next, without any runtime.
+
+What a chain gives is what a pipeline over the same engines must give. An engine may be wrapped, to do wrong on purpose.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+from attrs import evolve
+
+from dgr.engine.base import ContextParams, LogitsWanted, Output, SamplingParams, ShardEngine, Work
+from dgr.engine.llama import LlamaEngine
+from dgr.engine.native import Native
+from dgr.errors import NonFinite
+from dgr.model.artifact import Artifact
+from dgr.model.route import LayerRange, parse_split
+
+__all__ = ["Chain", "cut_at", "open_chain", "pieces"]
+
+
+def pieces(total: int, chunk: int) -> Iterator[tuple[int, int]]:
+    """``total`` positions cut into runs of ``chunk``: (begin, end)."""
+    for begin in range(0, total, chunk):
+        yield begin, min(begin + chunk, total)
+
+
+def cut_at(n_layers: int, cuts: Sequence[int]) -> tuple[LayerRange, ...]:
+    """The ranges between some cuts, which ascend: 43 layers cut at 15 and 29 are 0:15, 15:29, 29:43."""
+    bounds = [0, *cuts, n_layers]
+    return tuple(LayerRange(begin, end) for begin, end in itertools.pairwise(bounds))
+
+
+class Chain:
+    """Engines in the order of their layers."""
+
+    def __init__(self, engines: Sequence[ShardEngine]) -> None:
+        self.engines = tuple(engines)
+        about = self.engines[-1].describe()
+        self._row = 4 * about.n_vocab
+
+    def run(self, batch: Sequence[Work]) -> list[Output]:
+        """Run a batch through every stage; the tail's outputs."""
+        outputs: list[Output] = []
+        for index, engine in enumerate(self.engines):
+            if index:
+                batch = [evolve(work, residual=output.residual) for work, output in zip(batch, outputs, strict=True)]
+            outputs = engine.run(batch)
+        return outputs
+
+    def feed(self, tokens: Sequence[int], *, chunk: int, slot: int = 0, begin: int = 0) -> bytes:
+        """Run ``tokens`` from position ``begin`` on, ``chunk`` at a time; every row of logits, end to end."""
+        rows = bytearray()
+        for first, last in pieces(len(tokens), chunk):
+            work = Work(slot, begin + first, tokens[first:last], logits=LogitsWanted.ALL)
+            rows += self._rows(work)
+        return bytes(rows)
+
+    def decode(self, token: int, position: int, n_tokens: int, *, slot: int = 0) -> tuple[list[int], bytes]:
+        """Feed ``token`` at ``position``, draw the next one greedily, feed it, and so on ``n_tokens`` times.
+
+        Gives the tokens drawn and the rows of logits they were drawn from.
+        """
+        drawn: list[int] = []
+        rows = bytearray()
+        for at in range(position, position + n_tokens):
+            logits = self._rows(Work(slot, at, (token,), logits=LogitsWanted.ALL))
+            rows += logits
+            token, _ = self.engines[-1].sample(logits, (), SamplingParams())
+            drawn.append(token)
+        return drawn, bytes(rows)
+
+    def _rows(self, work: Work) -> memoryview | bytes:
+        output = self.run([work])[0]
+        if not output.finite or output.logits is None:
+            raise NonFinite(f"NaN or Inf in the logits from position {work.position} on")
+        return output.logits
+
+    def row(self, rows: bytes, index: int) -> bytes:
+        """One row out of several."""
+        return rows[index * self._row : (index + 1) * self._row]
+
+    def close(self, slot: int = 0) -> None:
+        """Clear a slot on every stage."""
+        for engine in self.engines:
+            engine.close(slot)
+
+
+@contextmanager
+def open_chain(
+    model: str | Path | Artifact,
+    ranges: str | Sequence[LayerRange] | None = None,
+    context: ContextParams | None = None,
+    *,
+    threads: int = 1,
+    certified_only: bool = True,
+    native: Native | None = None,
+) -> Iterator[Chain]:
+    """Load one native engine per range (one for the whole model by default); leaving the block frees them."""
+    artifact = model if isinstance(model, Artifact) else Artifact.open(model)
+    if ranges is None:
+        ranges = (artifact.hp.whole,)
+    elif isinstance(ranges, str):
+        ranges = parse_split(ranges, artifact.hp.n_layers)
+    with ExitStack() as stack:
+        engines = []
+        for layers in ranges:
+            engine = LlamaEngine(
+                artifact, layers, context, threads=threads, certified_only=certified_only, native=native
+            )
+            stack.callback(engine.stop)
+            engines.append(engine)
+        yield Chain(engines)

@@ -1,0 +1,336 @@
+"""The invariance suite: which weight and K-cache types give the same bits, however the same tokens are run.
+
+A small model per type (five layers: window-only, CSA and HCA, routed by token id and by router) runs one prompt in
+exact numerics as one batch, in chunks, token by token, beside other sequences, split into stages, and on more threads.
+Every row of logits must have the same bytes. A type that passes is exact on these kernels; ``dgr selftest numerics``
+records it.
+
+Weight types are run with an f16 K cache, K-cache types with f32 weights: the two never meet in one kernel.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Literal
+
+from attrs import evolve, frozen
+
+from dgr.engine.base import ContextParams, LogitsWanted, Numerics, Work
+from dgr.engine.native import kernel_fingerprint
+from dgr.engine.numerics import Certificate
+from dgr.errors import DgrError, InputError
+from dgr.model.artifact import Artifact
+from dgr.model.ggml import GgmlType, parse_type
+from dgr.testing.chain import Chain, cut_at, open_chain
+from dgr.testing.fixture_blocks import BLOCK_TYPES
+from dgr.testing.models import cached_fixture
+
+__all__ = ["ESSENTIAL", "K_TYPES", "WEIGHT_TYPES", "Case", "Report", "Verdict", "certificate", "run_suite", "select"]
+
+#: Every weight type a model can be written in.
+WEIGHT_TYPES = tuple(
+    kind.label for kind in GgmlType if kind in BLOCK_TYPES or kind in (GgmlType.F32, GgmlType.F16, GgmlType.BF16)
+)
+#: K-cache types the engine knows.
+K_TYPES = ("f16", "f32", "q8_0")
+#: (kind, type) that must be exact, or dgr is broken on this machine.
+ESSENTIAL = (("weights", "f32"), ("k_cache", "f16"))
+
+#: SWA, SWA and CSA routed by token id; HCA and CSA routed by the router.
+_LAYERS = 5
+_CUT = 3
+#: n_ubatch sets the ring of raw K: 512 cells here, enough for the kernels that upstream takes from 512 keys on.
+_CONTEXT = ContextParams(n_ctx=1024, n_batch=1024, n_ubatch=256)
+#: Tokens for a weight type: more than 64 rows in a batch, more compressed rows than the indexer selects, an HCA block.
+_SHORT = 200
+#: Tokens for a K-cache type: the ring of raw K wraps, and there are several HCA blocks.
+_LONG = 544
+#: Tokens that end a threaded run one by one.
+_TAIL = 4
+#: A threaded run that takes this many times as long as a single thread has no core to itself: ggml's threads spin.
+_BUSY_FACTOR = 10.0
+_BUSY_SECONDS = 2.0
+#: Seconds after which no further type is run on several threads.
+_THREADS_BUDGET = 15.0
+
+
+@frozen
+class Case:
+    """One type under test."""
+
+    kind: Literal["weights", "k_cache"]
+    #: The type, as :attr:`dgr.model.ggml.GgmlType.label` says it.
+    label: str
+
+    @property
+    def weights(self) -> str:
+        return self.label.lower() if self.kind == "weights" else "f32"
+
+    @property
+    def n_tokens(self) -> int:
+        return _SHORT if self.kind == "weights" else _LONG
+
+    @property
+    def context(self) -> ContextParams:
+        return evolve(_CONTEXT, type_k=self.label if self.kind == "k_cache" else "f16")
+
+
+@frozen
+class Verdict:
+    """What the suite found for one type."""
+
+    case: Case
+    #: What differed from the prompt run as one batch; empty when the type is exact.
+    differences: tuple[str, ...]
+    #: Thread counts compared with one thread.
+    threads: tuple[int, ...]
+    seconds: float
+
+    @property
+    def exact(self) -> bool:
+        return not self.differences
+
+
+@frozen
+class Report:
+    """The suite's findings on this machine."""
+
+    fingerprint: str
+    verdicts: tuple[Verdict, ...]
+    #: What was not tested, and why.
+    notes: tuple[str, ...]
+    seconds: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether the essential types that were tested are exact."""
+        return all(verdict.exact for verdict in self.verdicts if (verdict.case.kind, verdict.case.label) in ESSENTIAL)
+
+
+def select(types: Iterable[str] | None = None) -> tuple[Case, ...]:
+    """The cases for some types by name (all types by default); a name that is both a weight and a K type gives two."""
+    wanted = None if types is None else {parse_type(name).label for name in types}
+    known = [Case("weights", label) for label in WEIGHT_TYPES] + [Case("k_cache", label) for label in K_TYPES]
+    cases = tuple(case for case in known if wanted is None or case.label in wanted)
+    if wanted is not None and (missing := wanted - {case.label for case in cases}):
+        raise InputError(
+            f"no model can be written with weights of type {', '.join(sorted(missing))}; choose from"
+            f" {', '.join(WEIGHT_TYPES)}"
+        )
+    return cases
+
+
+def prompt(n_tokens: int, n_vocab: int) -> list[int]:
+    """Token ids without a pattern that a window or a block could repeat."""
+    return [(token * token * 31 + token * 17 + 5) % n_vocab for token in range(n_tokens)]
+
+
+# --- one way to run a prompt each -------------------------------------------------------------------------------------
+
+
+def beside_others(chain: Chain, tokens: Sequence[int]) -> tuple[bytes, bytes]:
+    """The prompt in slot 1 and, behind it, in slot 2, beside another one in slot 0; prefill and decode in one batch."""
+    other = list(reversed(tokens))
+    steps = ((1, 3, 0), (70, 1, 1), (1, 1, 64), (0, 5, 2), (13, 64, 1), (1, 1, 1), (2, 0, 7))
+    at = [0, 0, 0]
+    rows = [bytearray(), bytearray(), bytearray()]
+    while min(at[1:]) < len(tokens):
+        for step in steps:
+            batch = []
+            for slot, size in enumerate(step):
+                ids = (tokens if slot else other)[at[slot] : at[slot] + size]
+                if ids:
+                    batch.append(Work(slot, at[slot], tuple(ids), logits=LogitsWanted.ALL))
+                    at[slot] += len(ids)
+            if batch:
+                for output in chain.run(batch):
+                    assert output.logits is not None
+                    rows[output.slot] += output.logits
+    return bytes(rows[1]), bytes(rows[2])
+
+
+def in_pieces(chain: Chain, tokens: Sequence[int], tail: int = _TAIL) -> bytes:
+    """The prompt as one batch but for its last tokens, which follow one by one."""
+    head = len(tokens) - tail
+    return chain.feed(tokens[:head], chunk=head) + chain.feed(tokens[head:], chunk=1, begin=head)
+
+
+def difference(rows: bytes, reference: bytes, row_bytes: int) -> str | None:
+    """How rows of logits differ from the reference; None when they are the same bytes."""
+    if rows == reference:
+        return None
+    wrong = [
+        begin // row_bytes
+        for begin in range(0, len(reference), row_bytes)
+        if rows[begin : begin + row_bytes] != reference[begin : begin + row_bytes]
+    ]
+    return f"{len(wrong)} of {len(reference) // row_bytes} rows differ, the first at position {wrong[0]}"
+
+
+# --- the suite --------------------------------------------------------------------------------------------------------
+
+
+class _Run:
+    """A case under way: the reference it is held against, and what differed."""
+
+    def __init__(self, case: Case, numerics: Numerics) -> None:
+        self.case = case
+        self.context = evolve(case.context, numerics=numerics)
+        self.differences: list[str] = []
+        self.threads: list[int] = []
+        self.seconds = 0.0
+        self.single_seconds = 0.0
+        self.reference = b""
+        self._artifact: Artifact | None = None
+
+    @property
+    def artifact(self) -> Artifact:
+        if self._artifact is None:
+            self._artifact = Artifact.open(cached_fixture(self.case.weights, layers=_LAYERS))
+        return self._artifact
+
+    @property
+    def tokens(self) -> list[int]:
+        return prompt(self.case.n_tokens, self.artifact.hp.n_vocab)
+
+    def hold(self, what: str, rows: bytes) -> None:
+        """Compare rows with the reference."""
+        differs = difference(rows, self.reference, 4 * self.artifact.hp.n_vocab)
+        if differs is not None:
+            self.differences.append(f"{what}: {differs}")
+
+    @contextmanager
+    def clocked(self) -> Iterator[None]:
+        """Count the time, and take a failure of the engine as a finding."""
+        began = time.monotonic()
+        try:
+            yield
+        except DgrError as error:
+            self.differences.append(f"does not run: {error}")
+        finally:
+            self.seconds += time.monotonic() - began
+
+    def single_thread(self) -> None:
+        """Everything that needs one thread."""
+        with self.clocked():
+            tokens, ranges = self.tokens, cut_at(_LAYERS, (_CUT,))
+            with open_chain(self.artifact, None, self.context, certified_only=False) as chain:
+                self.reference = chain.feed(tokens, chunk=len(tokens))
+                for chunk in (64, 5, 1):
+                    chain.close()
+                    self.hold(f"chunks of {chunk}", chain.feed(tokens, chunk=chunk))
+                chain.close()
+                began = time.monotonic()
+                self.hold("one batch and single tokens", in_pieces(chain, tokens))
+                self.single_seconds = time.monotonic() - began
+            with open_chain(self.artifact, None, evolve(self.context, n_seq_max=3), certified_only=False) as chain:
+                for slot, rows in enumerate(beside_others(chain, tokens), start=1):
+                    self.hold(f"beside other sequences, slot {slot}", rows)
+            with open_chain(self.artifact, ranges, self.context, certified_only=False) as chain:
+                self.hold(f"split at layer {_CUT}, chunks of 33", chain.feed(tokens, chunk=33))
+
+    def several_threads(self, threads: int) -> bool:
+        """On several threads; False when no verdict came because the cores are not free."""
+        limit = _BUSY_SECONDS + _BUSY_FACTOR * self.single_seconds
+        busy = threading.Event()
+        rows: bytes | None = None
+        with (
+            self.clocked(),
+            open_chain(self.artifact, None, self.context, threads=threads, certified_only=False) as chain,
+        ):
+
+            def give_up() -> None:
+                busy.set()
+                chain.engines[0].abort()
+
+            timer = threading.Timer(limit, give_up)
+            timer.start()
+            try:
+                rows = in_pieces(chain, self.tokens)
+            except DgrError:
+                if not busy.is_set():
+                    raise
+            finally:
+                timer.cancel()
+                timer.join()
+        if rows is not None:
+            self.hold(f"{threads} threads", rows)
+            self.threads.append(threads)
+        return not busy.is_set()
+
+    def verdict(self) -> Verdict:
+        return Verdict(self.case, tuple(self.differences), tuple(self.threads), self.seconds)
+
+
+def available_cpus() -> int:
+    """CPUs this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _run_threads(runs: Sequence[_Run], n_cpus: int, finished: Callable[[Verdict], None]) -> list[str]:
+    """Run each case on several threads, alone on the machine; gives notes on what was left out."""
+    counts = [count for count in (2, 3) if count == 2 or count < n_cpus]
+    deadline = time.monotonic() + _THREADS_BUDGET
+    why = None if n_cpus >= 2 else "this process may use one CPU only"
+    skipped = []
+    for run in runs:
+        for threads in counts if run.reference else ():
+            if why is None and time.monotonic() > deadline:
+                why = f"the types before them took over {_THREADS_BUDGET:.0f} s; the CPUs are busy"
+            if why is None and not run.several_threads(threads):
+                why = "the CPUs are busy"
+            if why is not None:
+                skipped.append(run.case.label)
+                break
+        finished(run.verdict())
+    return [f"several threads: not tested for {', '.join(dict.fromkeys(skipped))}: {why}"] if skipped else []
+
+
+def run_suite(
+    types: Iterable[str] | None = None,
+    *,
+    workers: int | None = None,
+    finished: Callable[[Verdict], None] | None = None,
+    numerics: Numerics = Numerics.EXACT,
+) -> Report:
+    """Run the suite for some types (all by default); ``finished`` is called with every verdict.
+
+    ``workers``: cases run at a time (default: one per CPU, at most four). ``numerics`` other than exact shows what the
+    suite would find without the reference kernels.
+    """
+    began, n_cpus = time.monotonic(), available_cpus()
+    runs = [_Run(case, numerics) for case in select(types)]
+    with ThreadPoolExecutor(workers or min(n_cpus, 4)) as pool:
+        for done in [pool.submit(run.single_thread) for run in runs]:
+            done.result()
+    notes = _run_threads(runs, n_cpus, finished or (lambda _: None))
+    return Report(kernel_fingerprint(), tuple(run.verdict() for run in runs), tuple(notes), time.monotonic() - began)
+
+
+def certificate(report: Report, previous: Certificate | None = None) -> Certificate:
+    """The record of a report. Types it did not test keep the verdict of ``previous``, if that is of these kernels."""
+    if previous is not None and previous.fingerprint != report.fingerprint:
+        previous = None
+    tested = {(verdict.case.kind, verdict.case.label) for verdict in report.verdicts}
+    exact = {(verdict.case.kind, verdict.case.label) for verdict in report.verdicts if verdict.exact}
+    failures = {_name(verdict.case): "; ".join(verdict.differences) for verdict in report.verdicts if not verdict.exact}
+    if previous is not None:
+        exact |= {("weights", label) for label in previous.weight_types} - tested
+        exact |= {("k_cache", label) for label in previous.k_types} - tested
+        again = {_name(verdict.case) for verdict in report.verdicts}
+        failures |= {name: text for name, text in previous.failures.items() if name not in again}
+    return Certificate(
+        report.fingerprint,
+        tuple(label for label in WEIGHT_TYPES if ("weights", label) in exact),
+        tuple(label for label in K_TYPES if ("k_cache", label) in exact),
+        failures,
+    )
+
+
+def _name(case: Case) -> str:
+    return f"{'weights' if case.kind == 'weights' else 'K cache'} {case.label}"

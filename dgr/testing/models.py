@@ -1,0 +1,62 @@
+"""Fixture models, written once per machine and kept in dgr's cache folder."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import threading
+from functools import lru_cache
+from pathlib import Path
+
+from dgr.engine.numerics import cache_dir
+from dgr.model import tensors, v4
+from dgr.testing import (
+    fixture,
+    fixture_blocks,
+    fixture_metadata,
+    fixture_presets,
+    fixture_stream,
+    fixture_vocab,
+)
+
+__all__ = ["cached_fixture"]
+
+#: Everything that decides the bytes of a fixture.
+_SOURCES = (
+    fixture,
+    fixture_blocks,
+    fixture_metadata,
+    fixture_presets,
+    fixture_stream,
+    fixture_vocab,
+    tensors,
+    v4,
+)
+
+_writing = threading.Lock()
+
+
+@lru_cache(maxsize=1)
+def _writer_digest() -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for module in _SOURCES:
+        digest.update(inspect.getsource(module).encode())
+    return digest.hexdigest()
+
+
+def cached_fixture(
+    weights: str = "f32", *, preset: str | None = None, layers: int = 43, mtp: bool = False, seed: int = 0
+) -> Path:
+    """A fixture model with these properties (:func:`dgr.testing.fixture.write_fixture`), written unless it is there.
+
+    The file's name tells its properties and a digest of the code that writes it, so that old files are not mistaken for
+    new ones. Treat it as read-only.
+    """
+    folder = cache_dir() / "fixtures" / _writer_digest()
+    path = folder / f"{preset or 'default'}-{weights}-{layers}{'-mtp' if mtp else ''}-{seed}.gguf"
+    with _writing:
+        if path.exists():
+            return path
+        folder.mkdir(parents=True, exist_ok=True)
+        fixture.write_fixture(path, weights=weights, preset=preset, layers=layers, mtp=mtp, seed=seed)
+    return path
