@@ -23,6 +23,7 @@ from dgr.model.route import LayerRange, Route, StageRef
 from dgr.runtime.client import ClientSession, GeneratedToken, Generation
 from dgr.runtime.local import LocalCluster, ShardPolicy, open_cluster, open_pipeline
 from dgr.runtime.pipeline import Pipeline, Timeouts, open_pipeline_on
+from dgr.runtime.remote import LinkPolicy, open_route
 
 __all__ = [
     "Artifact",
@@ -32,6 +33,7 @@ __all__ = [
     "GeneratedToken",
     "Generation",
     "LayerRange",
+    "LinkPolicy",
     "LlamaEngine",
     "LlamaVocabulary",
     "LocalCluster",
@@ -46,4 +48,5 @@ __all__ = [
     "open_cluster",
     "open_pipeline",
     "open_pipeline_on",
+    "open_route",
 ]

@@ -12,13 +12,16 @@ from typing import Any
 import attrs
 import trio
 
-from dgr.cli.options import add_model_arguments, context_of
+from dgr.cli.options import add_link_arguments, add_model_arguments, context_of, link_policy_of
 from dgr.engine.base import SamplingParams
 from dgr.engine.budget import human_bytes
+from dgr.errors import InputError
+from dgr.model.route_file import read_route_file
 from dgr.runtime.client import GeneratedToken
 from dgr.runtime.events import Event, RouteChanged
 from dgr.runtime.local import open_pipeline
 from dgr.runtime.pipeline import Pipeline
+from dgr.runtime.remote import open_route
 from dgr.runtime.shard import Shard
 
 __all__ = ["logits_digest", "register", "run"]
@@ -32,7 +35,9 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
         description="Answer a prompt through a pipeline of layer-range stages in this process. Greedy unless --temp is"
         " given; tokens are printed as they come.",
     )
+    parser.add_argument("--route", metavar="TOML", help="use the stages of a route file instead of stages in this process")
     add_model_arguments(parser)
+    add_link_arguments(parser)
     parser.add_argument("--prompt", required=True, metavar="TEXT", help="the prompt; - reads standard input")
     parser.add_argument("-n", "--max-tokens", type=int, default=64, metavar="N", help="most tokens to draw (default: 64)")
     parser.add_argument("--temp", type=float, default=0.0, metavar="T", help="temperature; 0 is greedy (default)")
@@ -51,7 +56,20 @@ def run(args: argparse.Namespace) -> int:
     return trio.run(_generate, args)
 
 
-def _open(args: argparse.Namespace, shards: list[Shard], split: str | None) -> AbstractAsyncContextManager[Pipeline]:
+def _open(args: argparse.Namespace, shards: list[Shard]) -> AbstractAsyncContextManager[Pipeline]:
+    if args.route is None:
+        return _open_local(args, shards, args.split)
+    if args.split is not None:
+        raise InputError("--split cuts a model in this process, --route names stages elsewhere; give one of them")
+    file = read_route_file(args.route)
+    return open_route(file, policy=link_policy_of(args, file.tls), model=args.model, chunk=args.chunk)
+
+
+def _open_local(
+    args: argparse.Namespace, shards: list[Shard], split: str | None
+) -> AbstractAsyncContextManager[Pipeline]:
+    if args.model is None:
+        raise InputError("give --model GGUF, or --route TOML for stages elsewhere")
     return open_pipeline(
         args.model,
         split,
@@ -74,8 +92,8 @@ async def _generate(args: argparse.Namespace) -> int:
         seed=args.seed,
     )
     shards: list[Shard] = []
-    async with _open(args, shards, args.split) as pipeline:
-        stages = [_stage(shard) for shard in shards]
+    async with _open(args, shards) as pipeline:
+        stages = [_stage(shard) for shard in shards] if shards else _remote_stages(pipeline)
         if not args.json:
             _print_stages(stages)
         events = pipeline.events()
@@ -125,8 +143,16 @@ def _stage(shard: Shard) -> dict[str, Any]:
     }
 
 
+def _remote_stages(pipeline: Pipeline) -> list[dict[str, Any]]:
+    """Stages elsewhere; what they take is their own hosts' business (``dgr stage`` prints it there)."""
+    return [{"name": ref.address, "layers": str(ref.layers)} for ref in pipeline.route.stages]
+
+
 def _print_stages(stages: list[dict[str, Any]]) -> None:
     for stage in stages:
+        if "weights_bytes" not in stage:
+            print(f"stage {stage['name']} layers {stage['layers']}")
+            continue
         print(
             f"{stage['name']:<9} layers {stage['layers']:<6} weights {human_bytes(stage['weights_bytes']):>11}"
             f"   state {human_bytes(stage['state_bytes']):>11}   compute {human_bytes(stage['compute_bytes']):>11}"
@@ -180,6 +206,6 @@ async def logits_digest(pipeline: Pipeline, tokens: list[int]) -> tuple[str, int
 
 async def _verify(args: argparse.Namespace, pipeline: Pipeline, transcript: list[int]) -> dict[str, Any]:
     ours, rows = await logits_digest(pipeline, transcript)
-    async with _open(args, [], None) as whole:
+    async with _open_local(args, [], None) as whole:
         theirs, _ = await logits_digest(whole, transcript)
     return {"equal": ours == theirs, "rows": rows, "digest": ours, "whole_digest": theirs}

@@ -48,6 +48,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _logits(args: argparse.Namespace) -> int:
+    if args.model is None:
+        raise InputError("give --model GGUF")
     tokens = read_tokens(Path(args.tokens))
     out = Path(args.out)
     part = out.with_name(out.name + ".part")

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from dgr.cli import fixture, generate, inspect, logits
+from dgr.cli import doctor, fixture, generate, inspect, keys, logits, stage, up
 from dgr.engine.native import build_info
 from dgr.errors import DgrError, InputError
 
@@ -39,7 +39,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=_Version)
     parser.add_argument("--log", metavar="LEVEL", default="warning", help="log level: debug, info, warning, error")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (generate, logits, inspect, fixture):
+    for command in (generate, logits, stage, up, doctor, keys, inspect, fixture):
         command.register(subparsers)
     return parser
 

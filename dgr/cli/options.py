@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from dgr.engine.base import ContextParams, Numerics
+from dgr.errors import InputError
+from dgr.runtime.remote import LinkPolicy
+from dgr.wire.tcp import Credentials
 
-__all__ = ["add_model_arguments", "context_of"]
+__all__ = ["add_context_arguments", "add_link_arguments", "add_model_arguments", "context_of", "link_policy_of"]
 
 _DEFAULTS = ContextParams()
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """``--model``, ``--split`` and the context parameters."""
-    parser.add_argument("--model", required=True, metavar="GGUF", help="the model file")
+    """``--model`` and ``--split``, and everything of :func:`add_context_arguments`."""
+    parser.add_argument("--model", metavar="GGUF", help="the model file")
     parser.add_argument(
         "--split", metavar="A:B,...", help="layer ranges of the stages, for example 0:15,15:29,29:43 (default: one stage)"
     )
+    parser.add_argument("--chunk", type=int, metavar="N", help="tokens of a prefill chunk (default: --ubatch)")
+    add_context_arguments(parser)
+
+
+def add_context_arguments(parser: argparse.ArgumentParser) -> None:
+    """Context parameters, threads and memory of a stage."""
     parser.add_argument("--ctx", type=int, default=_DEFAULTS.n_ctx, metavar="N", help="tokens the context holds (n_ctx)")
     parser.add_argument("--batch", type=int, default=_DEFAULTS.n_batch, metavar="N", help="most tokens in a native call")
     parser.add_argument("--ubatch", type=int, default=_DEFAULTS.n_ubatch, metavar="N", help="tokens of a native sub-batch")
-    parser.add_argument("--chunk", type=int, metavar="N", help="tokens of a prefill chunk (default: --ubatch)")
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="compute threads of each stage (default: 1)")
     parser.add_argument(
         "--numerics",
@@ -34,12 +43,40 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mmap", action="store_true", help="map the model file instead of reading the owned tensors")
 
 
+def add_link_arguments(parser: argparse.ArgumentParser) -> None:
+    """TLS credentials and the behaviour of links."""
+    parser.add_argument("--tls-ca", metavar="PEM", help="certificate of the private CA (dgr keys)")
+    parser.add_argument("--tls-cert", metavar="PEM", help="certificate of this host")
+    parser.add_argument("--tls-key", metavar="KEY", help="key of this host")
+    parser.add_argument("--allow-plain", action="store_true", help="plain TCP beyond loopback: anyone may read and write")
+    parser.add_argument(
+        "--heartbeat",
+        type=float,
+        default=LinkPolicy().heartbeat,
+        metavar="SECONDS",
+        help=f"sign of life on idle links; a peer silent for three is given up (default: {LinkPolicy().heartbeat:g})",
+    )
+
+
+def link_policy_of(args: argparse.Namespace, tls: tuple[Path, Path, Path] | None = None) -> LinkPolicy:
+    """The link policy that the flags name; ``tls`` are the files of a route file, which flags override."""
+    given = (args.tls_ca, args.tls_cert, args.tls_key)
+    if any(given) and not all(given):
+        raise InputError("--tls-ca, --tls-cert and --tls-key go together; `dgr keys` makes all three")
+    if not 0.05 <= args.heartbeat <= 3600:
+        raise InputError(f"--heartbeat is {args.heartbeat:g} seconds; give 0.05 to 3600")
+    files = tuple(Path(path) for path in given) if all(given) else tls
+    credentials = None if files is None else Credentials(*files)
+    return LinkPolicy(credentials=credentials, allow_plain=args.allow_plain, heartbeat=args.heartbeat)
+
+
 def context_of(args: argparse.Namespace) -> ContextParams:
     """The context parameters that the flags name."""
     return ContextParams(
         n_ctx=args.ctx,
         n_batch=args.batch,
         n_ubatch=args.ubatch,
+        n_seq_max=getattr(args, "sessions", 1),
         type_k=args.type_k,
         flash_attn=args.flash_attn == "on",
         numerics=Numerics(args.numerics),

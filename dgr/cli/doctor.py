@@ -1,0 +1,74 @@
+"""``dgr doctor``: what is wrong with a route, and what to do about it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+import attrs
+import msgspec
+import trio
+
+from dgr.cli.options import add_link_arguments, link_policy_of
+from dgr.engine.budget import human_bytes
+from dgr.model.route_file import read_route_file
+from dgr.runtime.doctor import RouteReport, examine
+
+__all__ = ["register", "run"]
+
+
+def register(subparsers: argparse._SubParsersAction[Any]) -> None:
+    """Add the command."""
+    parser = subparsers.add_parser(
+        "doctor",
+        help="examine the stages of a route",
+        description="Reach every stage of a route, compare what they are, measure round trip and bandwidth from here, fence"
+        " the route once, and say for every problem what to do next. Exit code 0: healthy, 1: problems.",
+    )
+    parser.add_argument("--route", required=True, metavar="TOML", help="the route file")
+    add_link_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    file = read_route_file(args.route)
+    report = trio.run(examine, file, link_policy_of(args, file.tls))
+    if args.json:
+        print(json.dumps(_as_json(report)))
+    else:
+        _print(report)
+    return 1 if report.problems else 0
+
+
+def _as_json(report: RouteReport) -> dict[str, Any]:
+    stages = []
+    for stage in report.stages:
+        fields = attrs.asdict(stage, recurse=False)
+        if stage.identity is not None:
+            fields["identity"] = msgspec.structs.asdict(stage.identity)
+            fields["identity"]["context"] = msgspec.structs.asdict(stage.identity.context)
+        stages.append(fields)
+    return {
+        "healthy": not report.problems,
+        "stages": stages,
+        "problems": [attrs.asdict(problem) for problem in report.problems],
+        "fence_seconds": report.fence_seconds,
+    }
+
+
+def _print(report: RouteReport) -> None:
+    for stage in report.stages:
+        if stage.identity is None or stage.round_trip is None or stage.bandwidth is None:
+            print(f"{stage.address:<24} {stage.layers:<6} not reached")
+        else:
+            print(
+                f"{stage.address:<24} {stage.layers:<6} round trip {1e3 * stage.round_trip:8.3f} ms"
+                f"   {human_bytes(int(stage.bandwidth)):>10}/s   {stage.identity.runtime}"
+                f"   kernels {stage.identity.kernel_fingerprint[:8]}"
+            )
+    for problem in report.problems:
+        print(f"\n{problem.where}: {problem.what}\n  next: {problem.next_step}")
+    if report.fence_seconds is not None:
+        print(f"healthy: every stage fenced an epoch within {1e3 * report.fence_seconds:.1f} ms")

@@ -1,0 +1,128 @@
+"""``dgr stage``: one layer range as a process that pipelines and other stages reach."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import math
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import trio
+
+from dgr.cli.options import add_context_arguments, add_link_arguments, context_of, link_policy_of
+from dgr.engine.budget import check_budget, human_bytes, parse_budget
+from dgr.engine.llama import LlamaEngine, estimate_memory
+from dgr.model.artifact import Artifact
+from dgr.model.route import LayerRange
+from dgr.runtime.remote import StageServer
+from dgr.runtime.shard import open_shard
+from dgr.wire.nurseries import open_nursery
+from dgr.wire.tcp import listen
+
+__all__ = ["register", "run"]
+
+_log = logging.getLogger("dgr.stage")
+
+
+def register(subparsers: argparse._SubParsersAction[Any]) -> None:
+    """Add the command."""
+    parser = subparsers.add_parser(
+        "stage",
+        help="serve a layer range to pipelines",
+        description="Load a layer range and serve it. The stage is told by each pipeline which stage comes next; it needs to"
+        " know no other. It prints its address when it is ready, and ends on SIGINT or SIGTERM.",
+    )
+    parser.add_argument("model", metavar="MODEL", help="the GGUF file")
+    parser.add_argument("--layers", required=True, metavar="A:B", help="main layers to own")
+    parser.add_argument("--listen", required=True, metavar="HOST:PORT", help="where to listen; port 0 takes any free one")
+    parser.add_argument("--sessions", type=int, default=4, metavar="N", help="sequence slots (n_seq_max, default: 4)")
+    parser.add_argument("--ttl", type=float, default=math.inf, metavar="SECONDS", help="drop sessions idle for longer")
+    add_context_arguments(parser)
+    add_link_arguments(parser)
+    parser.add_argument(
+        "--until-stdin-closes", action="store_true", help="also end when standard input ends: with the parent process"
+    )
+    parser.add_argument("--json", action="store_true", help="print the address and the identity as one JSON line")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    trio.run(_stage, args)
+    return 0
+
+
+async def _stage(args: argparse.Namespace) -> None:
+    policy = link_policy_of(args)
+    layers = LayerRange.parse(args.layers)
+    context = context_of(args)
+    # The port is taken before the weights are read: a wrong address shows at once.
+    listeners, tls = await listen(args.listen, credentials=policy.credentials, allow_plain=policy.allow_plain)
+    engine = await trio.to_thread.run_sync(_load, args, layers)
+    server = StageServer(policy)
+    try:
+        async with (
+            open_shard(engine, server.dial, name=str(layers), time_to_live=args.ttl) as shard,
+            open_nursery() as nursery,
+        ):
+            await nursery.start(server.serve, shard, listeners, tls)
+            _announce(args, listeners, engine)
+            await _until_told(args, engine)
+            nursery.cancel_scope.cancel()
+    finally:
+        engine.stop()
+    _log.info("stage %s with %d slots of %d tokens ended", layers, context.n_seq_max, context.n_ctx)
+
+
+def _load(args: argparse.Namespace, layers: LayerRange) -> LlamaEngine:
+    artifact, context = Artifact.open(Path(args.model)), context_of(args)
+    if args.memory is not None:
+        report = estimate_memory(artifact, layers, context)
+        check_budget({f"stage {layers}": report}, context.n_seq_max, parse_budget(args.memory))
+    return LlamaEngine(artifact, layers, context, threads=args.threads, mmap=args.mmap)
+
+
+def _announce(args: argparse.Namespace, listeners: list[trio.SocketListener], engine: LlamaEngine) -> None:
+    host, port = listeners[0].socket.getsockname()[:2]
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    about, memory = engine.describe(), engine.memory()
+    if args.json:
+        line = {
+            "address": address,
+            "layers": str(about.layers),
+            "artifact": about.artifact,
+            "kernel_fingerprint": about.kernel_fingerprint,
+            "weights_bytes": memory.weights,
+            "state_bytes": sum(memory.state.values()),
+            "compute_bytes": memory.compute,
+        }
+        print(json.dumps(line), flush=True)
+    else:
+        print(
+            f"stage {about.layers} listens on {address}: weights {human_bytes(memory.weights)}, state"
+            f" {human_bytes(sum(memory.state.values()))}, compute {human_bytes(memory.compute)}",
+            flush=True,
+        )
+
+
+async def _until_told(args: argparse.Namespace, engine: LlamaEngine) -> None:
+    """Wait for a signal, or for the end of standard input."""
+    async with open_nursery() as nursery:
+        if args.until_stdin_closes:
+            nursery.start_soon(_end_of_input, nursery.cancel_scope)
+        with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+            async for _ in signals:
+                break
+        nursery.cancel_scope.cancel()
+    engine.abort()  # a step under way ends early
+
+
+async def _end_of_input(scope: trio.CancelScope) -> None:
+    async with trio.lowlevel.FdStream(os.dup(sys.stdin.fileno())) as stream:
+        while await stream.receive_some(4096):
+            continue
+    scope.cancel()

@@ -1,0 +1,144 @@
+"""Looks at a route from a client's place: who is there, do they fit, how far away are they."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping
+
+import trio
+from attrs import frozen
+
+from dgr.errors import DgrError, InvalidRoute, LinkBroken, PeerRefused, WireError
+from dgr.model.route import Route, StageRef
+from dgr.model.route_file import RouteFile
+from dgr.runtime.identity import check_alike, check_neighbours, identity_of
+from dgr.runtime.pipeline import Timeouts, open_pipeline_on
+from dgr.runtime.remote import LinkPolicy, RemoteConnector
+from dgr.wire import frames
+from dgr.wire.links import Link
+from dgr.wire.nurseries import open_nursery
+
+__all__ = ["Problem", "RouteReport", "StageReport", "examine"]
+
+_ROUND_TRIPS = 20
+#: Bytes sent to measure a link: long enough to leave TCP's slow start, short enough for a slow WAN.
+_FILL = 8 * 2**20
+_FILL_STEP = 60_000
+_NEXT_STEPS: Mapping[type[DgrError], str] = {
+    LinkBroken: "start the stage there (dgr stage), and check address, firewall and certificates",
+    PeerRefused: "the stage says what differs: start it with the same model, context and dgr as the others",
+    InvalidRoute: "make the stages alike, or correct the route file",
+}
+
+
+@frozen
+class Problem:
+    """Something that keeps the route from working, and what to do about it."""
+
+    where: str
+    what: str
+    next_step: str
+
+
+@frozen
+class StageReport:
+    """One stage as the client sees it."""
+
+    address: str
+    layers: str
+    identity: frames.Identity | None
+    #: Median of the round trips of an empty frame, seconds.
+    round_trip: float | None
+    #: Client to stage, bytes a second.
+    bandwidth: float | None
+
+
+@frozen
+class RouteReport:
+    stages: tuple[StageReport, ...]
+    problems: tuple[Problem, ...]
+    #: Seconds until every stage had fenced an epoch, boundary links between them included; None: it did not work.
+    fence_seconds: float | None
+
+
+def _problem(where: str, error: DgrError) -> Problem:
+    steps = [step for kind, step in _NEXT_STEPS.items() if isinstance(error, kind)]
+    return Problem(where, str(error), steps[0] if steps else "see the message; `dgr --log info` shows more")
+
+
+async def examine(file: RouteFile, policy: LinkPolicy) -> RouteReport:
+    """Reach every stage, compare identities, measure the links, then fence the whole route once."""
+    problems: list[Problem] = []
+    reports: dict[str, StageReport] = {}
+    connect = RemoteConnector(policy, name="doctor", artifact=file.artifact, context=file.context)
+
+    async def visit(ref: StageRef) -> None:
+        try:
+            async with connect(ref.address) as (link, description):
+                if description.layers != ref.layers:
+                    raise InvalidRoute(f"it owns layers {description.layers}; the route says {ref.layers}")
+                round_trip, bandwidth = await _measure(link)
+                identity = identity_of(description)
+        except DgrError as error:
+            problems.append(_problem(f"stage {ref.address}", error))
+            reports[ref.address] = StageReport(ref.address, str(ref.layers), None, None, None)
+        else:
+            reports[ref.address] = StageReport(ref.address, str(ref.layers), identity, round_trip, bandwidth)
+
+    async with open_nursery() as nursery:
+        for ref in file.route.stages:
+            nursery.start_soon(visit, ref)
+    ordered = tuple(reports[ref.address] for ref in file.route.stages)
+    problems += _compare(ordered)
+    fence_seconds = None
+    if not problems:
+        try:
+            fence_seconds = await _fence(connect, file.route)
+        except DgrError as error:
+            problems.append(_problem("the route as a whole", error))
+    return RouteReport(ordered, tuple(problems), fence_seconds)
+
+
+def _compare(reports: tuple[StageReport, ...]) -> list[Problem]:
+    problems = []
+    known = [(report.address, report.identity) for report in reports if report.identity is not None]
+    for (_, before), (address, after) in zip(known, known[1:], strict=False):
+        try:
+            check_alike(f"it (unlike stage {known[0][0]})", after, known[0][1])
+            if len(known) == len(reports):
+                check_neighbours(before, after)
+        except InvalidRoute as error:
+            problems.append(_problem(f"stage {address}", error))
+    return problems
+
+
+async def _measure(link: Link) -> tuple[float, float]:
+    times = []
+    for nonce in range(1, _ROUND_TRIPS + 1):
+        times.append(await _ping(link, nonce))
+    round_trip = statistics.median(times)
+    began = trio.current_time()
+    zeros = bytes(_FILL_STEP)
+    sent = 0
+    while sent < _FILL:
+        link.send_nowait(frames.Ping(0, zeros))
+        sent += len(zeros)
+    await _ping(link, _ROUND_TRIPS + 1)
+    seconds = max(trio.current_time() - began - round_trip, 1e-6)
+    return round_trip, sent / seconds
+
+
+async def _ping(link: Link, nonce: int) -> float:
+    began = trio.current_time()
+    link.send_nowait(frames.Ping(nonce))
+    async for received in link:
+        if received.frame == frames.Pong(nonce):
+            return trio.current_time() - began
+        raise WireError(f"{type(received.frame).__name__} came instead of Pong")
+    raise LinkBroken("the stage closed the link while it was being measured")
+
+
+async def _fence(connect: RemoteConnector, route: Route) -> float:
+    began = trio.current_time()
+    async with open_pipeline_on(connect, route, timeouts=Timeouts(route=30.0)):
+        return trio.current_time() - began
