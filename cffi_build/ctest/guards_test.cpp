@@ -2,7 +2,6 @@
 // had been asked.
 #include "check.h"
 
-#include <cmath>
 #include <limits>
 
 static bool message_has(const char * part) {
@@ -96,7 +95,10 @@ static void batches(const stage_ptr & stage) {
     run_refused(stage, A, "slot is -1",   [](batch & b) { b.slots[0] = -1; });
     run_refused(stage, A, "slot is 3",    [](batch & b) { b.slots[3] = 3; });
     run_refused(stage, A, "slot 0 at entry 2 follows slot 1", [](batch & b) { b.slots = { 1, 1, 0, 0 }; });
-    run_refused(stage, A, "slot 0",       [](batch & b) { b.slots = { 0, 1, 0, 1 }; b.positions = { 0, 0, 1, 1 }; });
+    run_refused(stage, A, "slot 0 at entry 2 follows slot 1", [&](batch & b) {
+        b.slots     = { 0, 1, 0, 1 };
+        b.positions = { 0, committed, 1, committed + 1 };
+    });
     run_refused(stage, A, "position",     [](batch & b) { b.positions[0] += 1; });
     run_refused(stage, A, "position",     [](batch & b) { b.positions[3] -= 1; });
     run_refused(stage, A, "position",     [](batch & b) { b.positions[1] = b.positions[0]; });

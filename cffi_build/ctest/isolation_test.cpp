@@ -3,26 +3,35 @@
 
 #include "dgr_probe.h"
 
-#include <cmath>
+#include <limits>
 
 static const int N_PROMPT = 140; // past an HCA block
 
-// Every row of a slot, all components and layers, as bytes.
-static std::vector<uint8_t> rows_of(const stage_ptr & stage, int32_t slot) {
-    std::vector<uint8_t> all;
+// Calls visit(component, layer, rows, bytes of a row) for all that a stage holds.
+template <class Visit>
+static void each_component(const stage_ptr & stage, int32_t slot, Visit && visit) {
+    dgr_frontier f;
+    CHECK(dgr_stage_frontier(stage.get(), slot, &f) == DGR_OK);
     for (int32_t c = 0; c < DGR_N_COMPONENTS; ++c) {
-        dgr_frontier f;
-        CHECK(dgr_stage_frontier(stage.get(), slot, &f) == DGR_OK);
+        int32_t n_layers = 0;
         for (int32_t il = 0; il < info(stage).n_layer; ++il) {
             size_t row_bytes = 0;
-            if (dgr_probe_rows(stage.get(), c, il, slot, 0, 0, nullptr, 0, &row_bytes) != DGR_OK) {
-                continue; // the layer has no such component
+            if (dgr_probe_rows(stage.get(), c, il, slot, 0, 0, nullptr, 0, &row_bytes) == DGR_OK) {
+                visit(c, il, f.components[c].capacity, row_bytes);
+                ++n_layers;
             }
-            std::vector<uint8_t> rows(f.components[c].capacity * row_bytes);
-            CHECK(dgr_probe_rows(stage.get(), c, il, slot, 0, f.components[c].capacity, rows.data(), rows.size(), &row_bytes) == DGR_OK);
-            all.insert(all.end(), rows.begin(), rows.end());
         }
+        CHECK(n_layers == f.components[c].n_layers);
     }
+}
+
+static std::vector<uint8_t> rows_of(const stage_ptr & stage, int32_t slot) {
+    std::vector<uint8_t> all;
+    each_component(stage, slot, [&](int32_t c, int32_t il, uint32_t n_rows, size_t row_bytes) {
+        std::vector<uint8_t> rows(n_rows * row_bytes);
+        CHECK(dgr_probe_rows(stage.get(), c, il, slot, 0, n_rows, rows.data(), rows.size(), &row_bytes) == DGR_OK);
+        all.insert(all.end(), rows.begin(), rows.end());
+    });
     return all;
 }
 
@@ -35,16 +44,24 @@ static bool all_zero(const std::vector<uint8_t> & bytes) {
     return true;
 }
 
-// 1e38 is finite, so the guard lets it in; it overflows inside and fills the slot's state with NaN.
+// A residual that is finite, so the guard lets it in, and overflows inside; then NaN in every row that the slot has, as
+// the worst that any graph could leave.
 static void poison(const stage_ptr & stage, int32_t slot) {
     const dgr_stage_info i = info(stage);
     batch b;
     for (int32_t k = 0; k < N_PROMPT - 12; ++k) {
         b.add(slot, k, token_at(k, i.n_vocab));
     }
-    b.residual.assign(b.tokens.size() * i.width_in, 1e38f);
+    b.residual.assign(b.tokens.size() * i.width_in, std::numeric_limits<float>::max());
     CHECK(b.run(stage) == DGR_OK);
     CHECK(!b.all_finite());
+
+    each_component(stage, slot, [&](int32_t c, int32_t il, uint32_t n_rows, size_t row_bytes) {
+        const std::vector<uint8_t> nan(row_bytes, 0xff); // in f16 and in f32
+        for (uint32_t row = 0; row < n_rows; ++row) {
+            CHECK(dgr_probe_poke(stage.get(), c, il, slot, row, nan.data(), nan.size()) == DGR_OK);
+        }
+    });
 }
 
 static void poison_stays_in_its_slot(const char * model, bool flash_attn) {
@@ -60,6 +77,7 @@ static void poison_stays_in_its_slot(const char * model, bool flash_attn) {
 
         split.clear(poisoned);
         CHECK(all_zero(rows_of(split.stages[1], poisoned)));
+        CHECK(!all_zero(rows_of(split.stages[1], 2)));
         split.clear(2);
         CHECK(same_bytes(split.prefill(poisoned, 0, N_PROMPT, 64), expected)); // after it
         CHECK(same_bytes(split.prefill(2, 0, N_PROMPT, 64), expected));

@@ -96,7 +96,14 @@ static void bad_input(const floats & logits) {
     using H = std::vector<int32_t>;
     const int32_t A = DGR_ERR_ARGUMENT;
     const float nan = std::numeric_limits<float>::quiet_NaN();
-    refused({},     A, "n_vocab",     [](P &, floats &, H & h) { h.clear(); });
+    dgr_sample_params p = greedy();
+    int32_t token;
+    CHECK(dgr_sample(logits.data(), 0, nullptr, 0, &p, &token, nullptr, nullptr) == A);
+    CHECK(dgr_sample(nullptr, 8, nullptr, 0, &p, &token, nullptr, nullptr) == A);
+    CHECK(dgr_sample(logits.data(), 8, nullptr, 1, &p, &token, nullptr, nullptr) == A);
+    p.n_top = 1;
+    CHECK(dgr_sample(logits.data(), 8, nullptr, 0, &p, &token, nullptr, nullptr) == A);
+
     refused(logits, A, "temperature", [&](P & p, floats &, H &) { p.temperature = nan; });
     refused(logits, A, "top_p",       [](P & p, floats &, H &) { p.top_p = 0; });
     refused(logits, A, "top_p",       [&](P & p, floats &, H &) { p.top_p = nan; });

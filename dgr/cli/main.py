@@ -10,16 +10,11 @@ from collections.abc import Sequence
 from importlib.metadata import version
 
 from dgr.cli import doctor, fixture, generate, inspect, keys, logits, stage, up
+from dgr.cli.exit_codes import BAD_INPUT, FAILED, INTERRUPTED
 from dgr.engine.native import build_info
 from dgr.errors import DgrError, InputError
 
 __all__ = ["main"]
-
-#: Exit codes: the caller's act, and everything else that failed.
-_BAD_INPUT = 2
-_FAILED = 1
-_INTERRUPTED = 130
-
 
 class _Version(argparse.Action):
     """Print versions and leave; asked for only when the flag is given."""
@@ -50,18 +45,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     level = logging.getLevelNamesMapping().get(args.log.upper())
     if level is None:
         print(f"dgr: error: --log {args.log!r} is none of debug, info, warning, error", file=sys.stderr)
-        return _BAD_INPUT
+        return BAD_INPUT
     logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s")
     try:
         return int(args.run(args))
     except InputError as error:
         print(f"dgr: error: {error}", file=sys.stderr)
-        return _BAD_INPUT
+        return BAD_INPUT
     except (DgrError, OSError) as error:
         if isinstance(error, BrokenPipeError):  # the reader of our output went away, as `| head` does
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return _FAILED
+            return FAILED
         print(f"dgr: error: {error}", file=sys.stderr)
-        return _FAILED
+        return FAILED
     except KeyboardInterrupt:
-        return _INTERRUPTED
+        return INTERRUPTED

@@ -22,9 +22,9 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
     numerics = tests.add_parser(
         "numerics",
         help="which weight and K-cache types are exact",
-        description="Run small models through every chunking, split, batch and thread count that exact numerics promise"
-        " to be alike, compare the bits, and record under the kernel fingerprint which types are exact. Exit code 1 when"
-        " f32 weights or the f16 K cache are not.",
+        description="Run small models through every chunking, split, batch and thread count that exact numerics"
+        " promise to be alike, compare the bits, and record under the kernel fingerprint which types are exact. Exit"
+        " code 1 when f32 weights or the f16 K cache are not.",
     )
     numerics.add_argument(
         "--types", metavar="T,…", help="test these types only, and keep the verdict on the others (default: all)"

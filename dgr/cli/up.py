@@ -13,6 +13,7 @@ from typing import Any
 
 import trio
 
+from dgr.cli.exit_codes import BAD_INPUT
 from dgr.errors import InputError
 from dgr.model.artifact import Artifact
 from dgr.model.route import StageRef
@@ -111,13 +112,15 @@ def _reporter(as_json: bool) -> Any:
 
 
 async def _keep(ref: StageRef, command: list[str], report: Any) -> None:
-    """Run a stage for ever, again and again."""
+    """Run a stage again and again; only one that refuses its arguments is not started anew."""
     pause = _FIRST_PAUSE
     while True:
         began = trio.current_time()
         code = await _run_once(ref, command, report)
         if trio.current_time() - began > _SETTLED:
             pause = _FIRST_PAUSE
+        if code == BAD_INPUT:
+            raise InputError(f"stage {ref.address} ({ref.layers}) refuses its arguments; its own message is above")
         report(ref, "ended", code=code, again_in_seconds=pause)
         await trio.sleep(pause)
         pause = min(2 * pause, _LAST_PAUSE)

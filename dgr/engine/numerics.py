@@ -28,6 +28,8 @@ class Certificate(msgspec.Struct, frozen=True):
     k_types: tuple[str, ...]
     #: Types that failed, with what differed.
     failures: dict[str, str] = {}
+    #: What the suite could not test, and why.
+    notes: tuple[str, ...] = ()
 
 
 def cache_dir() -> Path:

@@ -30,6 +30,7 @@ from dgr.errors import (
 from dgr.model.prefix import PrefixDigest
 from dgr.runtime.answers import Answer, refused_request, refused_work
 from dgr.runtime.events import Cancelled, Prefilled, RePrefilled, StateLost
+from dgr.runtime.sampling import to_wire
 from dgr.runtime.states import ClientEvent, ClientState, client_machine
 from dgr.wire import frames
 from dgr.wire.framing import Received
@@ -52,22 +53,6 @@ class GeneratedToken:
     top: tuple[TopLogprob, ...] = ()
 
 
-def _wire_sampling(params: SamplingParams) -> frames.Sampling:
-    return frames.Sampling(
-        params.temperature,
-        params.top_k,
-        params.top_p,
-        params.min_p,
-        params.repeat_penalty,
-        params.frequency_penalty,
-        params.presence_penalty,
-        params.penalty_last_n,
-        params.seed,
-        params.choice,
-        params.top_logprobs,
-    )
-
-
 @frozen
 class _Goal:
     """What :meth:`ClientSession._commit` shall bring back."""
@@ -76,6 +61,10 @@ class _Goal:
     rows_from: int | None = None
     sampling: frames.Sampling | None = None
     rows: Callable[[int, memoryview], None] | None = None
+
+    @property
+    def wants_answer(self) -> bool:
+        return self.sampling is not None or self.rows is not None
 
     def chunks(self, begin: int, end: int, size: int) -> Iterator[tuple[int, int, LogitsWanted]]:
         """Cut ``begin..end`` into chunks of at most ``size`` tokens, each with the logits it shall give."""
@@ -106,7 +95,13 @@ class ClientSession:
         self._prefix = PrefixDigest()
         self._outstanding: dict[int, Answer] = {}
         self._next_seq = 1
+        #: The epoch in which stages may hold something of it; -1 when none does.
         self._epoch = -1
+        #: What the last token asked for was to be drawn with, and the answer when it came after its caller had gone.
+        self._drawing: frames.Sampling | None = None
+        self._unclaimed: Received | None = None
+        #: Grows with every change of the transcript by its owner.
+        self.turn = 0
         #: Why the next prefill starts from token 0 again; None when it does not.
         self._lost_because: str | None = None
 
@@ -134,21 +129,24 @@ class ClientSession:
 
         With ``transcript`` (the whole conversation, as a stateless API sends it) only what is new is prefilled; one
         that diverges from what is committed is re-prefilled from token 0. ``stop``: token ids that end the answer
-        (default: the vocabulary's end-of-text). Raises :class:`ContextLimitExceeded`, :class:`InvalidToken`.
+        (default: the vocabulary's end-of-text). Raises :class:`ContextLimitExceeded`, :class:`InvalidToken`,
+        :class:`InputError`; nothing was changed then.
         """
         self._refuse_if_busy()
+        sampling = sampling or SamplingParams()
+        to_wire(sampling, self._pipeline.n_vocab)
         vocabulary = self._pipeline.vocabulary
         if isinstance(prompt, str):
             if vocabulary is None:
                 raise InputError("a text prompt needs a vocabulary; give token ids, or open the pipeline with one")
             prompt = vocabulary.encode(prompt, add_special=not self.transcript and transcript is None)
-        if transcript is not None:
-            self._rewrite([*transcript, *prompt])
-        else:
-            self._rewrite([*self.transcript, *prompt])
+        whole = [*(self.transcript if transcript is None else transcript), *prompt]
+        if not whole:
+            raise InputError("there is nothing to go on from: give a prompt of at least one token")
+        self._rewrite(whole)
         if stop is None:
             stop = () if vocabulary is None or vocabulary.eos is None else (vocabulary.eos,)
-        return Generation(self, sampling or SamplingParams(), max_tokens, frozenset(stop))
+        return Generation(self, sampling, max_tokens, frozenset(stop))
 
     async def logits(self, tokens: Sequence[int], rows: Callable[[int, memoryview], None]) -> None:
         """Append ``tokens`` and hand each chunk's rows of logits to ``rows(position, values)``.
@@ -199,10 +197,14 @@ class ClientSession:
         if transcript[:sent] != self.transcript[:sent]:
             self.lose("diverged")
         self.transcript = transcript
+        self.turn += 1
 
-    def _refuse_if_busy(self) -> None:
+    def _refuse_if_closed(self) -> None:
         if self.state is ClientState.CLOSED:
             raise SessionError(f"session {self.id} is closed; open another one")
+
+    def _refuse_if_busy(self) -> None:
+        self._refuse_if_closed()
         if self._in_use.locked():
             raise SessionBusy(f"session {self.id} is answering already; finish or drop that generation first")
 
@@ -211,23 +213,29 @@ class ClientSession:
     async def next_token(self, params: SamplingParams) -> frames.Token:
         """Commit the transcript and draw the token after it; the transcript grows by it."""
         self._refuse_if_busy()
-        received = await self._commit(_Goal(sampling=_wire_sampling(params)))
+        received = await self._commit(_Goal(sampling=to_wire(params, self._pipeline.n_vocab)))
+        assert received is not None
         assert isinstance(received.frame, frames.Token)
         self.transcript.append(received.frame.token)
         return received.frame
 
-    async def _commit(self, goal: _Goal) -> Received:
-        """Bring every stage to the end of the transcript; re-prefill after a loss, a bounded number of times."""
+    async def _commit(self, goal: _Goal) -> Received | None:
+        """Bring every stage to the end of the transcript; re-prefill after a loss, a bounded number of times.
+
+        Gives the answer to the last chunk; None when there was nothing to run and no answer is wanted.
+        """
         async with self._use():
             tries = 0
             while True:
                 await self._pipeline.wait_live()
                 try:
-                    await self._settle(goal)
+                    if (drawn := await self._settle(goal)) is not None:
+                        return drawn
                     return await self._run(goal)
                 except Overloaded:
                     raise
                 except (SessionLost, WireError) as error:
+                    self._refuse_if_closed()
                     self.lose(str(error))
                     tries += 1
                     if tries > self._pipeline.retries:
@@ -243,19 +251,33 @@ class ClientSession:
         self._refuse_if_busy()
         return self._in_use
 
-    async def _settle(self, goal: _Goal | None = None) -> None:
-        """Reach READY: drain what was cancelled, drop what was lost, open what is not open."""
+    async def _settle(self, goal: _Goal | None = None) -> Received | None:
+        """Reach READY: drain what was cancelled, drop what was lost, open what is not open.
+
+        Gives the token that the goal wants when it was drawn already, for a caller who gave up too early.
+        """
+        self._refuse_if_closed()
         if self.state is ClientState.DRAINING:
             await self._drain()
-        if goal is not None and self.committed == len(self.transcript) and self.state is ClientState.READY:
-            # Every token is committed but the answer to the last one was given up: its logits are gone.
-            self.lose("the last answer was cancelled")
+        if (
+            goal is not None
+            and goal.wants_answer
+            and self.committed == len(self.transcript)
+            and self.state is ClientState.READY
+        ):
+            if self._unclaimed is not None and goal.sampling is not None and goal.sampling == self._drawing:
+                drawn, self._unclaimed = self._unclaimed, None
+                return drawn
+            # Every token is committed and nobody kept the logits of the last one.
+            self.lose("the logits of the last token are gone")
         if self.state is ClientState.LOST:
             await self._drop()
         if self.state is ClientState.COLD:
             await self._open()
+        self._refuse_if_closed()
+        return None
 
-    async def _run(self, goal: _Goal) -> Received:
+    async def _run(self, goal: _Goal) -> Received | None:
         """Send the chunks back to back, so that all stages work at once; take the answers in order."""
         pipeline, began = self._pipeline, trio.current_time()
         first, end = self.committed, len(self.transcript)
@@ -269,16 +291,23 @@ class ClientSession:
                 while following is not None and len(self._outstanding) < pipeline.window:
                     self._send(*following, goal)
                     following = next(chunks, None)
-                seq, answer = next(iter(self._outstanding.items()))
-                received = await answer.wait(pipeline.timeouts.reply, f"work frame {seq} of session {self.id}")
-                del self._outstanding[seq]
+                received = await self._next_answer("work frame")
                 self._accept(received, goal)
-        except trio.Cancelled:
-            self._cancel()
+        except BaseException:
+            self._give_up()
             raise
-        assert received is not None
-        self._machine.fire(ClientEvent.ANSWERED)
-        self._report(end - first, trio.current_time() - began)
+        if received is not None:
+            self._machine.fire(ClientEvent.ANSWERED)
+            self._report(end - first, trio.current_time() - began)
+        return received
+
+    async def _next_answer(self, what: str) -> Received:
+        """The answer to the oldest work in flight."""
+        seq, answer = next(iter(self._outstanding.items()))
+        received = await answer.wait(self._pipeline.timeouts.reply, f"{what} {seq} of session {self.id}")
+        if self._outstanding.pop(seq, None) is None:
+            # It came, and before this task ran the session was lost or closed: the answer counts no more.
+            raise SessionLost(self._lost_because or "the session was closed")
         return received
 
     def _send(self, begin: int, end: int, logits: LogitsWanted, goal: _Goal) -> None:
@@ -295,6 +324,7 @@ class ClientSession:
         self._pipeline.head.send_nowait(frame)
         self._next_seq += 1
         self._outstanding[seq] = Answer()
+        self._drawing, self._unclaimed = frame.sampling, None
         self._prefix.extend(tokens)
         self._machine.fire(ClientEvent.SEND)
 
@@ -325,9 +355,12 @@ class ClientSession:
 
     # --- cancelling and losing ---
 
-    def _cancel(self) -> None:
-        """The caller gave up: start nothing new; what is in flight drains and the session is kept."""
-        if not self._outstanding or self.state is not ClientState.WORKING:
+    def _give_up(self) -> None:
+        """The caller is gone, or an answer was no good: start nothing new; what is in flight drains."""
+        if self.state is not ClientState.WORKING:
+            return  # nothing was sent, or the session was lost or closed meanwhile
+        if not self._outstanding:
+            self._machine.fire(ClientEvent.ANSWERED)
             return
         try:
             self._pipeline.head.send_nowait(frames.Cancel(self._pipeline.key(self.id), self._next_seq - 1))
@@ -340,11 +373,11 @@ class ClientSession:
         """Take the answers to cancelled work; the session then stands where the last committed chunk ended."""
         try:
             while self._outstanding:
-                seq, answer = next(iter(self._outstanding.items()))
-                received = await answer.wait(self._pipeline.timeouts.reply, f"cancelled work frame {seq}")
-                del self._outstanding[seq]
+                received = await self._next_answer("cancelled work frame")
                 if not isinstance(received.frame, frames.Cancelled | frames.Advanced | frames.Token | frames.Logits):
                     raise refused_work(received.frame)
+                if isinstance(received.frame, frames.Token):
+                    self._unclaimed = received
         except DgrError as error:
             self.lose(str(error))
             return
@@ -362,6 +395,7 @@ class ClientSession:
         if self._lost_because is None:
             self._lost_because = reason
         self.committed = 0
+        self._unclaimed = None
         self._prefix = PrefixDigest()
         for answer in self._outstanding.values():
             answer.set(SessionLost(reason))
@@ -376,8 +410,14 @@ class ClientSession:
     async def _drop(self) -> None:
         """Drop what any stage still holds; a route change has done so already."""
         if self._epoch == self._pipeline.epoch:
-            await self._ask(frames.Close)
-        self._machine.fire(ClientEvent.DROPPED)
+            try:
+                await self._ask(frames.Close)
+            except SessionLost:
+                if self._epoch == self._pipeline.epoch:
+                    raise
+        if self.state is ClientState.LOST:
+            self._epoch = -1
+            self._machine.fire(ClientEvent.DROPPED)
 
     async def _open(self) -> None:
         """Lease a slot on every stage."""
@@ -388,9 +428,11 @@ class ClientSession:
                     raise refused_request(address, frame)
             if self._epoch != self._pipeline.epoch:
                 raise SessionLost("the route changed while the session was being opened")
+            self._refuse_if_closed()
         except BaseException:
             # Some stages may have leased a slot: they are told to drop it before the next try.
-            self._machine.fire(ClientEvent.LOSE)
+            if self._machine.can(ClientEvent.LOSE):
+                self._machine.fire(ClientEvent.LOSE)
             raise
         self._machine.fire(ClientEvent.OPENED)
 
@@ -398,16 +440,15 @@ class ClientSession:
         """Drop the session's state on every stage."""
         if self.state is ClientState.CLOSED:
             return
-        held = self.state is not ClientState.COLD and self._epoch == self._pipeline.epoch
         self._machine.fire(ClientEvent.CLOSE)
         for answer in self._outstanding.values():
             answer.set(SessionLost("the session was closed"))
         self._outstanding = {}
-        if held:
+        if self._epoch == self._pipeline.epoch:
             try:
                 await self._ask(frames.Close)
-            except WireError:
-                # A stage that cannot be reached drops the session when its control link ends.
+            except (WireError, SessionLost):
+                # A stage that cannot be reached drops the session when its control link ends, or when it is fenced.
                 return
 
 
@@ -423,6 +464,7 @@ class Generation:
     ) -> None:
         self.finish_reason: str | None = None
         self._session = session
+        self._turn = session.turn
         self._params = params
         self._left = max_tokens
         self._stop = stop
@@ -433,6 +475,8 @@ class Generation:
 
     async def __anext__(self) -> GeneratedToken:
         session = self._session
+        if self.finish_reason is None and session.turn != self._turn:
+            raise SessionBusy(f"session {session.id} has begun another turn; this answer is over")
         if self.finish_reason is None and self._left == 0:
             self.finish_reason = "length"
         if self.finish_reason is None and len(session.transcript) >= session._pipeline.context.n_ctx + 1:

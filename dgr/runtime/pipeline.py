@@ -15,12 +15,22 @@ import trio
 from attrs import frozen
 
 from dgr.engine.base import ContextParams, EngineDescription
-from dgr.errors import DeadlineExceeded, DgrError, InvalidRoute, LinkBroken, WireError
+from dgr.errors import (
+    ClosedError,
+    DeadlineExceeded,
+    DgrError,
+    InputError,
+    InvalidRoute,
+    LinkBroken,
+    SessionLost,
+    WireError,
+)
 from dgr.model.route import Route, StageRef
 from dgr.runtime.answers import Answer, refused_request
 from dgr.runtime.client import ClientSession
 from dgr.runtime.events import Event, RouteChanged, RouteDown
 from dgr.runtime.identity import check_alike, check_neighbours, identity_of
+from dgr.runtime.session import INBOX
 from dgr.runtime.states import RouteEvent, RouteState, route_machine
 from dgr.wire import frames
 from dgr.wire.frames import Key
@@ -228,21 +238,26 @@ class Pipeline:
         async with self._changing:
             if only_if_down and self.state is not RouteState.DOWN:
                 return
+            self._refuse_if_closed()
             began = trio.current_time()
             stages = await self._reach(route)
+            self._refuse_if_closed()
             if self.state is not RouteState.FENCING:
                 self._machine.fire(RouteEvent.CHANGE)
-            self._live = trio.Event()
+            self._not_live()
             self.epoch += 1
             for session in self._sessions.values():
                 session.lose("route change")
+            # Answers to the old epoch are heard no more: whoever waits for one must not wait in vain.
+            self._fail_waits(SessionLost("route change"))
             left = [stage for address, stage in self._stages.items() if stages.get(address) is not stage]
             self._stages, self._route = stages, route
             try:
                 fenced = await self._fence(route)
-            except DgrError:
-                self._machine.fire(RouteEvent.BREAK)
-                self._down.set()
+            except BaseException:  # a caller who gave up leaves a route that was fenced in part: fence it anew
+                if self._machine.can(RouteEvent.BREAK):
+                    self._machine.fire(RouteEvent.BREAK)
+                    self._down.set()
                 raise
             finally:
                 # Closing its control link makes a stage that left the route drop this route session.
@@ -303,14 +318,32 @@ class Pipeline:
         return fenced
 
     async def wait_live(self) -> None:
-        """Wait until the route admits work. Raises :class:`DeadlineExceeded`."""
-        with trio.move_on_after(self.timeouts.route) as scope:
-            await self._live.wait()
-        if scope.cancelled_caught and not self._live.is_set():
+        """Wait until the route admits work. Raises :class:`DeadlineExceeded`, :class:`ClosedError`."""
+        with trio.move_on_after(self.timeouts.route):
+            while not self._live.is_set():
+                await self._live.wait()
+        self._refuse_if_closed()
+        if not self._live.is_set():
             raise DeadlineExceeded(
                 f"the route is {self.state.value} and was not live within {self.timeouts.route:g} s: {self.route}"
                 f" ({self.last_recovery_error or 'no stage has said why'}); start its stages, or set another route"
             )
+
+    def _refuse_if_closed(self) -> None:
+        if self.state is RouteState.CLOSED:
+            raise ClosedError("the pipeline is closed; open another one")
+
+    def _not_live(self) -> None:
+        """Sessions wait from now on. Those that wait already keep their event: it is the one that will be set."""
+        if self._live.is_set():
+            self._live = trio.Event()
+
+    def _fail_waits(self, error: DgrError, *, of: str | None = None) -> None:
+        """Every wait for an answer, or for one of a stage, ends with an error."""
+        for wait, answer in list(self._answers.items()):
+            if of is None or wait[0] == of:
+                del self._answers[wait]
+                answer.set(error)
 
     # --- links ---
 
@@ -372,17 +405,14 @@ class Pipeline:
     def _on_loss(self, stage: _Stage, why: str) -> None:
         """A control link ended: waits for that stage fail, and the route is down."""
         stage.lost = f"stage {stage.ref.address}: {why}"
-        for wait, answer in list(self._answers.items()):
-            if wait[0] == stage.ref.address:
-                del self._answers[wait]
-                answer.set(LinkBroken(stage.lost))
+        self._fail_waits(LinkBroken(stage.lost), of=stage.ref.address)
         if self.state is RouteState.LIVE:
             self._go_down(stage.lost)
 
     def _go_down(self, why: str) -> None:
         """The route admits no work until every stage has fenced a new epoch."""
         self._machine.fire(RouteEvent.BREAK)
-        self._live = trio.Event()
+        self._not_live()
         for session in self._sessions.values():
             session.lose(why)
         self.emit(RouteDown(self.epoch, why))
@@ -419,11 +449,15 @@ class Pipeline:
 
     async def ask_all(self, frame: frames.Open | frames.Close | frames.Probe) -> list[tuple[str, frames.Frame]]:
         """Send one request to every stage and collect (address, answer), head first."""
+        self._refuse_if_closed()
         what = f"{type(frame).__name__} of session {frame.key.session}"
         waits = [(ref.address, self.expect(ref.address, frame.key.session, frame.seq)) for ref in self.route.stages]
         try:
-            for address, _ in waits:
-                self._stages[address].link.send_nowait(frame)
+            for address, answer in waits:
+                try:
+                    self._stages[address].link.send_nowait(frame)
+                except WireError as error:
+                    answer.set(error)  # the other stages are asked all the same
             received = [
                 (address, await answer.wait(self.timeouts.control, f"{what} from stage {address}"))
                 for address, answer in waits
@@ -441,11 +475,17 @@ class Pipeline:
             await self._recover()
 
     def close(self) -> None:
-        """Mark the end; the links close with :meth:`run`."""
-        if self.state is not RouteState.CLOSED:
-            self._machine.fire(RouteEvent.CLOSE)
+        """Mark the end: whoever still waits is told; the links close with :meth:`run`."""
+        if self.state is RouteState.CLOSED:
+            return
+        self._machine.fire(RouteEvent.CLOSE)
+        for session in self._sessions.values():
+            session.lose("the pipeline was closed")
+        self._fail_waits(ClosedError("the pipeline was closed"))
+        self._live.set()
         for subscriber in self._subscribers:
             subscriber.close()
+        self._subscribers = []
 
 
 def _check_fit(route: Route, descriptions: Sequence[EngineDescription], reference: frames.Identity | None) -> None:
@@ -476,6 +516,13 @@ async def open_pipeline_on(
     ``chunk``: tokens of one prefill chunk (default n_ubatch). ``window``: chunks of one session in flight (default
     stages + 1). ``retries``: re-prefills tried for one request before :class:`~dgr.errors.PrefillFailed`.
     """
+    for name, value, least, most in (
+        ("chunk", chunk, 1, None),
+        ("window", window, 1, INBOX),  # more would not fit a session's inbox on a stage
+        ("retries", retries, 0, None),
+    ):
+        if value is not None and (value < least or (most is not None and value > most)):
+            raise InputError(f"{name} is {value}, must be at least {least}" + (f" and at most {most}" if most else ""))
     pipeline = Pipeline(
         connect, vocabulary=vocabulary, chunk=chunk, window=window, retries=retries, timeouts=timeouts or Timeouts()
     )

@@ -12,10 +12,11 @@ from typing import Protocol
 
 import trio
 
-from dgr.engine.base import EngineDescription, Frontier, LogitsWanted, SamplingParams, Work
+from dgr.engine.base import EngineDescription, Frontier, LogitsWanted, Work
 from dgr.errors import EngineError, InputError, NonFinite, WireError
 from dgr.model.prefix import PrefixDigest
 from dgr.runtime.ledger import Lease
+from dgr.runtime.sampling import from_wire, sampling_problem
 from dgr.runtime.states import SessionEvent, SessionState, session_machine
 from dgr.runtime.steps import Stepper, StepResult
 from dgr.wire import frames
@@ -42,24 +43,6 @@ class Outlet(Protocol):
     async def forward(self, frame: Boundary, payload: memoryview | bytes) -> None:
         """To the next stage."""
         ...
-
-
-def _params(sampling: frames.Sampling | None) -> SamplingParams | None:
-    if sampling is None:
-        return None
-    return SamplingParams(
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
-        repeat_penalty=sampling.repeat_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        presence_penalty=sampling.presence_penalty,
-        penalty_last_n=sampling.penalty_last_n,
-        seed=sampling.seed,
-        choice=sampling.choice,
-        top_logprobs=sampling.top_logprobs,
-    )
 
 
 class SessionActor:
@@ -94,6 +77,8 @@ class SessionActor:
         self._machine = session_machine()
         self._scope = trio.CancelScope()
         self._send, self._receive = trio.open_memory_channel[_Delivery](INBOX)
+        #: Frames taken and not dealt with yet: in the inbox, on their way out of it, or being handled.
+        self._undone = 0
         self._prefix = PrefixDigest()
         # Only the tail draws tokens, and penalties look at the whole transcript.
         self._history = array("i") if description.is_tail else None
@@ -113,9 +98,13 @@ class SessionActor:
 
     @property
     def is_idle(self) -> bool:
-        """Whether the session could make room: no step under way, no work waiting."""
-        waiting = self._send.statistics().current_buffer_used
-        return not waiting and self.state in (SessionState.IDLE, SessionState.POISONED)
+        """Whether the session could make room: no step under way, no work waiting, no answer on its way out."""
+        return not self._undone and not self.is_ending
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether it takes no more work: :meth:`end` was called, or its supervisor leaves."""
+        return self._scope.cancel_called or self.state in (SessionState.CLOSING, SessionState.CLOSED)
 
     # --- what the supervisor does to it ---
 
@@ -125,6 +114,7 @@ class SessionActor:
             self._send.send_nowait((frame, payload, consumed))
         except trio.WouldBlock:
             return False
+        self._undone += 1
         self.last_active = trio.current_time()
         return True
 
@@ -134,7 +124,7 @@ class SessionActor:
 
     def end(self, epitaph: Miss | None) -> None:
         """Begin the end; :attr:`ended` tells when it is complete. Ending twice is harmless."""
-        if self._scope.cancel_called or self._machine.state is SessionState.CLOSED:
+        if self.is_ending:
             return
         self.epitaph = epitaph
         self._scope.cancel()
@@ -154,9 +144,9 @@ class SessionActor:
             self._machine.fire(SessionEvent.END)
             with trio.CancelScope(shield=True):
                 await self._stepper.clear(self.lease.slot)  # waits for a step under way
+                await self._drop_queued()
             if self._machine.state is SessionState.CLOSING:
                 self._machine.fire(SessionEvent.COMMITTED)
-            self._drop_queued()
             self._on_end(self)
             self.ended.set()
 
@@ -165,22 +155,27 @@ class SessionActor:
             with trio.move_on_after(self._time_to_live) as patience:
                 frame, payload, consumed = await self._receive.receive()
             if patience.cancelled_caught:
+                if self._undone:
+                    continue  # work came in the very moment
                 self.end(Miss.EXPIRED)
                 await trio.sleep_forever()
             try:
                 await self._handle(frame, payload)
             finally:
+                self._undone -= 1
                 consumed()
             self.last_active = trio.current_time()
 
-    def _drop_queued(self) -> None:
-        """Frames that nobody will handle any more give their credit back."""
+    async def _drop_queued(self) -> None:
+        """Frames that nobody will handle any more give their credit back; a sender who cannot know is told."""
         while True:
             try:
-                _frame, _payload, consumed = self._receive.receive_nowait()
+                frame, _payload, consumed = self._receive.receive_nowait()
             except trio.WouldBlock:
                 return
             consumed()
+            if self.epitaph is not None:
+                await self._outlet.reply(frames.CacheMiss(self.key, frame.seq, self.epitaph, 0))
 
     async def _handle(self, frame: WorkFrame, payload: memoryview | None) -> None:
         if frame.seq < self._first_seq:
@@ -215,7 +210,7 @@ class SessionActor:
             return f"{end} tokens do not fit n_ctx {about.context.n_ctx}"
         if frame.sampling is not None and frame.logits != LogitsWanted.LAST:
             return "a token is drawn from the last row: sampling needs logits = 1 (last)"
-        return None
+        return None if frame.sampling is None else sampling_problem(frame.sampling, about.n_vocab)
 
     async def _step(self, frame: WorkFrame, payload: memoryview | None) -> None:
         tail = self._description.is_tail
@@ -230,7 +225,7 @@ class SessionActor:
             self._history.extend(frame.tokens)
         self._machine.fire(SessionEvent.WORK)
         try:
-            result = await self._stepper.step(work, _params(frame.sampling) if tail else None, self._history or ())
+            result = await self._stepper.step(work, from_wire(frame.sampling) if tail else None, self._history or ())
         except InputError as error:
             self._machine.fire(SessionEvent.REFUSED)
             if self._history is not None:

@@ -59,6 +59,18 @@ def limits_of(description: EngineDescription) -> Limits:
     return Limits(n_batch=description.context.n_batch, boundary_width=max(width, 1), n_vocab=description.n_vocab)
 
 
+#: Waits for epochs that no pipeline has fenced here yet; more is a flood.
+_AWAITING = 1024
+
+
+def _say_ready(link: Link, supervisor: EpochSupervisor) -> None:
+    try:
+        link.send_nowait(frames.Ready(supervisor.route, supervisor.epoch))
+    except WireError:
+        # The stage before is gone; its pipeline fences anew, and it asks again then.
+        return
+
+
 def _nothing() -> None:
     """A frame without payload takes no credit."""
 
@@ -87,7 +99,8 @@ class Shard:
         self._engine = engine
         self._dial = dial
         self._routes: dict[bytes, EpochSupervisor] = {}
-        self._predecessors: dict[str, Link] = {}
+        #: Links whose stage waits until a (route, epoch) is admitted here.
+        self._awaiting: dict[tuple[bytes, int], Link] = {}
         self._nursery: trio.Nursery | None = None
         self._evictions = 0
         self._strays = 0
@@ -125,17 +138,10 @@ class Shard:
         return await self._dial(own, successor)
 
     def announce(self, supervisor: EpochSupervisor) -> None:
-        """Tell the stage before this one that an epoch is admitted; one that is not connected yet hears it when it is."""
-        link = self._predecessors.get(supervisor.predecessor)
+        """Tell a stage that waits for it that an epoch is admitted."""
+        link = self._awaiting.pop((supervisor.route, supervisor.epoch), None)
         if link is not None:
-            self._announce_on(link, supervisor)
-
-    def _announce_on(self, link: Link, supervisor: EpochSupervisor) -> None:
-        try:
-            link.send_nowait(frames.Ready(supervisor.route, supervisor.epoch))
-        except WireError:
-            # The predecessor is gone; when it comes back it fences anew, and hears of it then.
-            return
+            _say_ready(link, supervisor)
 
     # --- links ---
 
@@ -153,10 +159,6 @@ class Shard:
 
     async def serve_boundary(self, link: Link, peer: str) -> None:
         """Read the link of a previous stage, which the route knows as ``peer``, until it ends."""
-        self._predecessors[peer] = link
-        for supervisor in self._routes.values():
-            if supervisor.predecessor == peer and supervisor.state is EpochState.LIVE:
-                self._announce_on(link, supervisor)
         try:
             async for received in link:
                 self._on_boundary(link, peer, received)
@@ -164,11 +166,13 @@ class Shard:
             # As above. The pipeline learns of a dead stage on its own control link to it.
             pass
         finally:
-            if self._predecessors.get(peer) is link:
-                del self._predecessors[peer]
+            self._awaiting = {wait: waiting for wait, waiting in self._awaiting.items() if waiting is not link}
 
     def _on_boundary(self, link: Link, peer: str, received: Received) -> None:
         frame, payload = received.frame, received.payload
+        if isinstance(frame, frames.AwaitReady):
+            self._await_ready(link, peer, frame)
+            return
         if not isinstance(frame, frames.Boundary) or payload is None:
             raise WireError(f"{type(frame).__name__} came on a boundary link")
         size = payload.nbytes
@@ -180,6 +184,17 @@ class Shard:
             raise WireError(f"a boundary came from {peer}, which is not the stage before this one")
         else:
             supervisor.work(frame, payload, lambda: link.grant(size))
+
+    def _await_ready(self, link: Link, peer: str, frame: frames.AwaitReady) -> None:
+        supervisor = self._routes.get(frame.route)
+        if supervisor is not None and supervisor.epoch == frame.epoch and supervisor.state is EpochState.LIVE:
+            if supervisor.predecessor != peer:
+                raise WireError(f"{peer} waits for an epoch in which it is not the stage before this one")
+            _say_ready(link, supervisor)
+        elif len(self._awaiting) >= _AWAITING:
+            raise WireError(f"{_AWAITING} stages wait for epochs that were never fenced here")
+        else:
+            self._awaiting[frame.route, frame.epoch] = link
 
     async def watch_successor(self, link: Link) -> None:
         """Read what comes back on the link to a next stage until it ends."""

@@ -80,8 +80,11 @@ def _finish(engine: ShardEngine, request: _Request, output: Output) -> StepResul
         return StepResult(output)
     try:
         token, top = engine.sample(output.logits, request.history, request.sampling)
-    except (InputError, EngineError) as error:
+    except EngineError as error:
         return error
+    except InputError as error:
+        # Too late for "nothing was changed": the tokens are committed.
+        return EngineError(f"no token could be drawn after its logits were made: {error}")
     return StepResult(output, token, top)
 
 

@@ -52,7 +52,7 @@ class Host(Protocol):
         ...
 
     def announce(self, supervisor: EpochSupervisor) -> None:
-        """Tell the stage before this one that the epoch is admitted, if it is connected."""
+        """Tell a stage that waits for it that the epoch is admitted."""
         ...
 
 
@@ -191,11 +191,12 @@ class EpochSupervisor:
         with trio.move_on_after(self._host.fence_timeout):
             try:
                 successor = await self._host.dial(frame.stage, frame.successor)
+                if self.epoch == frame.epoch:
+                    self._successor = successor
+                    await successor.send(frames.AwaitReady(self.route, frame.epoch))
+                    await ready.wait()
             except DgrError as error:
                 return f"cannot reach the next stage {frame.successor}: {error}"
-            if self.epoch == frame.epoch:
-                self._successor = successor
-                await ready.wait()
         if not ready.is_set():
             return f"the next stage {frame.successor} was not ready within {self._host.fence_timeout:g} s"
         return None

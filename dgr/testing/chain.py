@@ -14,12 +14,20 @@ from attrs import evolve
 
 from dgr.engine.base import ContextParams, LogitsWanted, Output, SamplingParams, ShardEngine, Work
 from dgr.engine.llama import LlamaEngine
-from dgr.engine.native import Native
 from dgr.errors import NonFinite
 from dgr.model.artifact import Artifact
 from dgr.model.route import LayerRange, parse_split
 
-__all__ = ["Chain", "cut_at", "open_chain", "pieces"]
+__all__ = ["Chain", "cut_at", "open_chain", "pieces", "some_tokens"]
+
+
+def some_tokens(count: int, n_vocab: int, seed: int = 0) -> list[int]:
+    """Token ids without a pattern, the same for a seed everywhere; a longer list begins like a shorter one."""
+    ids, state = [], seed
+    for _ in range(count):
+        state = (state * 6364136223846793005 + 1442695040888963407) % 2**64
+        ids.append((state >> 33) % n_vocab)
+    return ids
 
 
 def pieces(total: int, chunk: int) -> Iterator[tuple[int, int]]:
@@ -97,7 +105,7 @@ def open_chain(
     *,
     threads: int = 1,
     certified_only: bool = True,
-    native: Native | None = None,
+    engine: type[LlamaEngine] = LlamaEngine,
 ) -> Iterator[Chain]:
     """Load one native engine per range (one for the whole model by default); leaving the block frees them."""
     artifact = model if isinstance(model, Artifact) else Artifact.open(model)
@@ -108,9 +116,7 @@ def open_chain(
     with ExitStack() as stack:
         engines = []
         for layers in ranges:
-            engine = LlamaEngine(
-                artifact, layers, context, threads=threads, certified_only=certified_only, native=native
-            )
-            stack.callback(engine.stop)
-            engines.append(engine)
+            stage = engine(artifact, layers, context, threads=threads, certified_only=certified_only)
+            stack.callback(stage.stop)
+            engines.append(stage)
         yield Chain(engines)

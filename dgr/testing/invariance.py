@@ -10,6 +10,8 @@ Weight types are run with an f16 K cache, K-cache types with f32 weights: the tw
 
 from __future__ import annotations
 
+import itertools
+import logging
 import os
 import threading
 import time
@@ -26,16 +28,15 @@ from dgr.engine.numerics import Certificate
 from dgr.errors import DgrError, InputError
 from dgr.model.artifact import Artifact
 from dgr.model.ggml import GgmlType, parse_type
-from dgr.testing.chain import Chain, cut_at, open_chain
+from dgr.testing.chain import Chain, cut_at, open_chain, some_tokens
 from dgr.testing.fixture_blocks import BLOCK_TYPES
 from dgr.testing.models import cached_fixture
 
 __all__ = ["ESSENTIAL", "K_TYPES", "WEIGHT_TYPES", "Case", "Report", "Verdict", "certificate", "run_suite", "select"]
 
-#: Every weight type a model can be written in.
-WEIGHT_TYPES = tuple(
-    kind.label for kind in GgmlType if kind in BLOCK_TYPES or kind in (GgmlType.F32, GgmlType.F16, GgmlType.BF16)
-)
+_COMMON = (GgmlType.F32, GgmlType.F16, GgmlType.BF16, GgmlType.Q8_0, GgmlType.MXFP4, GgmlType.Q4_K, GgmlType.Q6_K)
+#: Every weight type a model can be written in, the common ones first.
+WEIGHT_TYPES = tuple(kind.label for kind in (*_COMMON, *sorted(BLOCK_TYPES.difference(_COMMON))))
 #: K-cache types the engine knows.
 K_TYPES = ("f16", "f32", "q8_0")
 #: (kind, type) that must be exact, or dgr is broken on this machine.
@@ -47,7 +48,7 @@ _CUT = 3
 #: n_ubatch sets the ring of raw K: 512 cells here, enough for the kernels that upstream takes from 512 keys on.
 _CONTEXT = ContextParams(n_ctx=1024, n_batch=1024, n_ubatch=256)
 #: Tokens for a weight type: more than 64 rows in a batch, more compressed rows than the indexer selects, an HCA block.
-_SHORT = 200
+_SHORT = 160
 #: Tokens for a K-cache type: the ring of raw K wraps, and there are several HCA blocks.
 _LONG = 544
 #: Tokens that end a threaded run one by one.
@@ -57,6 +58,8 @@ _BUSY_FACTOR = 10.0
 _BUSY_SECONDS = 2.0
 #: Seconds after which no further type is run on several threads.
 _THREADS_BUDGET = 15.0
+
+_upstream_log = logging.getLogger("dgr.llama_cpp")
 
 
 @frozen
@@ -74,6 +77,10 @@ class Case:
     @property
     def n_tokens(self) -> int:
         return _SHORT if self.kind == "weights" else _LONG
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        return (5, 1) if self.kind == "weights" else (64, 5, 1)
 
     @property
     def context(self) -> ContextParams:
@@ -115,7 +122,7 @@ class Report:
 def select(types: Iterable[str] | None = None) -> tuple[Case, ...]:
     """The cases for some types by name (all types by default); a name that is both a weight and a K type gives two."""
     wanted = None if types is None else {parse_type(name).label for name in types}
-    known = [Case("weights", label) for label in WEIGHT_TYPES] + [Case("k_cache", label) for label in K_TYPES]
+    known = [Case("k_cache", label) for label in K_TYPES] + [Case("weights", label) for label in WEIGHT_TYPES]
     cases = tuple(case for case in known if wanted is None or case.label in wanted)
     if wanted is not None and (missing := wanted - {case.label for case in cases}):
         raise InputError(
@@ -125,33 +132,28 @@ def select(types: Iterable[str] | None = None) -> tuple[Case, ...]:
     return cases
 
 
-def prompt(n_tokens: int, n_vocab: int) -> list[int]:
-    """Token ids without a pattern that a window or a block could repeat."""
-    return [(token * token * 31 + token * 17 + 5) % n_vocab for token in range(n_tokens)]
-
-
 # --- one way to run a prompt each -------------------------------------------------------------------------------------
 
 
-def beside_others(chain: Chain, tokens: Sequence[int]) -> tuple[bytes, bytes]:
-    """The prompt in slot 1 and, behind it, in slot 2, beside another one in slot 0; prefill and decode in one batch."""
+def beside_others(chain: Chain, tokens: Sequence[int]) -> bytes:
+    """The prompt in slot 1 between two others, of other lengths, that come and go; prefill and decode in one batch."""
     other = list(reversed(tokens))
-    steps = ((1, 3, 0), (70, 1, 1), (1, 1, 64), (0, 5, 2), (13, 64, 1), (1, 1, 1), (2, 0, 7))
+    steps = ((1, 3, 0), (70, 1, 1), (1, 1, 64), (0, 5, 2), (0, 64, 1), (1, 1, 1), (2, 30, 7), (0, 1, 0))
     at = [0, 0, 0]
-    rows = [bytearray(), bytearray(), bytearray()]
-    while min(at[1:]) < len(tokens):
-        for step in steps:
-            batch = []
-            for slot, size in enumerate(step):
-                ids = (tokens if slot else other)[at[slot] : at[slot] + size]
-                if ids:
-                    batch.append(Work(slot, at[slot], tuple(ids), logits=LogitsWanted.ALL))
-                    at[slot] += len(ids)
-            if batch:
-                for output in chain.run(batch):
-                    assert output.logits is not None
-                    rows[output.slot] += output.logits
-    return bytes(rows[1]), bytes(rows[2])
+    rows = bytearray()
+    for step in itertools.cycle(steps):
+        batch = []
+        for slot, size in enumerate(step):
+            ids = (tokens if slot == 1 else other)[at[slot] : at[slot] + size]
+            if ids:
+                batch.append(Work(slot, at[slot], tuple(ids), logits=LogitsWanted.ALL))
+                at[slot] += len(ids)
+        for output in chain.run(batch):
+            if output.slot == 1 and output.logits is not None:
+                rows += output.logits
+        if at[1] == len(tokens):
+            return bytes(rows)
+    raise AssertionError("the steps go on forever")
 
 
 def in_pieces(chain: Chain, tokens: Sequence[int], tail: int = _TAIL) -> bytes:
@@ -196,7 +198,7 @@ class _Run:
 
     @property
     def tokens(self) -> list[int]:
-        return prompt(self.case.n_tokens, self.artifact.hp.n_vocab)
+        return some_tokens(self.case.n_tokens, self.artifact.hp.n_vocab)
 
     def hold(self, what: str, rows: bytes) -> None:
         """Compare rows with the reference."""
@@ -220,19 +222,16 @@ class _Run:
         with self.clocked():
             tokens, ranges = self.tokens, cut_at(_LAYERS, (_CUT,))
             with open_chain(self.artifact, None, self.context, certified_only=False) as chain:
+                began = time.monotonic()
                 self.reference = chain.feed(tokens, chunk=len(tokens))
-                for chunk in (64, 5, 1):
+                self.single_seconds = time.monotonic() - began
+                for chunk in self.case.chunks:
                     chain.close()
                     self.hold(f"chunks of {chunk}", chain.feed(tokens, chunk=chunk))
-                chain.close()
-                began = time.monotonic()
-                self.hold("one batch and single tokens", in_pieces(chain, tokens))
-                self.single_seconds = time.monotonic() - began
             with open_chain(self.artifact, None, evolve(self.context, n_seq_max=3), certified_only=False) as chain:
-                for slot, rows in enumerate(beside_others(chain, tokens), start=1):
-                    self.hold(f"beside other sequences, slot {slot}", rows)
+                self.hold("beside other sequences", beside_others(chain, tokens))
             with open_chain(self.artifact, ranges, self.context, certified_only=False) as chain:
-                self.hold(f"split at layer {_CUT}, chunks of 33", chain.feed(tokens, chunk=33))
+                self.hold(f"split at layer {_CUT}, chunks of 64", chain.feed(tokens, chunk=64))
 
     def several_threads(self, threads: int) -> bool:
         """On several threads; False when no verdict came because the cores are not free."""
@@ -246,6 +245,7 @@ class _Run:
 
             def give_up() -> None:
                 busy.set()
+                _upstream_log.disabled = True  # the abort is ours; it is no warning to anybody
                 chain.engines[0].abort()
 
             timer = threading.Timer(limit, give_up)
@@ -258,6 +258,7 @@ class _Run:
             finally:
                 timer.cancel()
                 timer.join()
+                _upstream_log.disabled = False
         if rows is not None:
             self.hold(f"{threads} threads", rows)
             self.threads.append(threads)
@@ -329,6 +330,7 @@ def certificate(report: Report, previous: Certificate | None = None) -> Certific
         tuple(label for label in WEIGHT_TYPES if ("weights", label) in exact),
         tuple(label for label in K_TYPES if ("k_cache", label) in exact),
         failures,
+        report.notes,
     )
 
 

@@ -21,6 +21,7 @@ __all__ = [
     "SCHEMA_HASH",
     "SCHEMA_VERSION",
     "Advanced",
+    "AwaitReady",
     "Boundary",
     "CacheMiss",
     "Cancel",
@@ -239,8 +240,15 @@ class Boundary(_Message, frozen=True, tag=7):
     payload: _U63
 
 
+class AwaitReady(_Message, frozen=True, tag=9):
+    """From a stage to the one behind it: answer Ready once you admit this epoch."""
+
+    route: _RouteId
+    epoch: _U63
+
+
 class Ready(_Message, frozen=True, tag=8):
-    """From a stage to the one before it: this stage and all behind it admit the epoch. Flows from the tail to the head."""
+    """The answer to AwaitReady: this stage and all behind it admit the epoch. Flows from the tail to the head."""
 
     route: _RouteId
     epoch: _U63
@@ -447,6 +455,7 @@ Frame = (
     | Probe
     | Tokens
     | Boundary
+    | AwaitReady
     | Ready
     | Fenced
     | Opened

@@ -149,6 +149,8 @@ class Framer:
         #: What the bytes were refused for; nothing more is taken after it.
         self.error: FrameError | None = None
         self.limits = limits
+        #: Payload bytes that may still be announced: what was granted and is not used up. None: any number.
+        self.allowance: int | None = None
         self._header = bytearray()
         self._left = 0
         self._message: bytearray | None = None
@@ -261,4 +263,8 @@ class Framer:
             raise FrameError(
                 f"a payload of {size} bytes came beside {held} bytes under way; the link agreed on {self.limits.under_way}"
             )
+        if self.allowance is not None:
+            if size > self.allowance:
+                raise FrameError(f"a payload of {size} bytes came; only {self.allowance} bytes of credit were left")
+            self.allowance -= size
         self._assemblies[self._stream] = _Assembly(frame, size)

@@ -18,6 +18,7 @@ is it still read, because the other side's last words may wait there.
 from __future__ import annotations
 
 import math
+import operator
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -78,13 +79,11 @@ class _Outgoing:
 class Link:
     """One end of a link. Made by :func:`open_link`; iterate over it to receive."""
 
-    def __init__(
-        self, transport: trio.abc.Stream, limits: Limits, name: str, credit: int | None, heartbeat: float | None
-    ) -> None:
+    def __init__(self, transport: trio.abc.Stream, limits: Limits, name: str, heartbeat: float | None) -> None:
         self.name = name
         self.limits = limits
         #: Payload bytes the other side takes before it grants more; None: any number.
-        self._credit = credit
+        self._credit: int | None = None
         self._heartbeat = heartbeat
         self._transport = transport
         self._framer = Framer(limits)
@@ -115,22 +114,28 @@ class Link:
             self._frames_sent, self._frames_received, self._bytes_sent, self._bytes_received, self._queued
         )
 
-    def agree(self, limits: Limits, credit: int | None) -> None:
-        """Take the limits and the first credit that a handshake settled; nothing with a payload may be under way."""
+    def agree(self, limits: Limits, credit: int | None, granted: int | None = None) -> None:
+        """Take the limits and the first credits that a handshake settled; nothing with a payload may be under way.
+
+        ``credit`` and ``granted`` as in :func:`open_link`.
+        """
         self.limits = limits
         self._framer.limits = limits
         self._credit = credit
+        self._framer.allowance = granted
 
     # --- sending ---
 
     def grant(self, n_bytes: int) -> None:
         """Let the other side send ``n_bytes`` of payload again: that many were consumed here."""
-        if self._broken is None and not self._closed:
+        if self._framer.allowance is not None:
+            self._framer.allowance += n_bytes
+        if self._is_open:
             self.send_nowait(Credit(n_bytes))
 
     async def flush(self) -> None:
         """Wait until everything queued is written, or the link ends."""
-        while (self._control or self._turns or self._writing_now) and self._broken is None and not self._closed:
+        while (self._control or self._turns or self._writing_now) and self._is_open:
             await self._idle.park()
 
     def send_nowait(self, frame: Frame) -> None:
@@ -218,6 +223,10 @@ class Link:
             return True
         return bool(self._queued) and self._queued + size > self.limits.under_way
 
+    @property
+    def _is_open(self) -> bool:
+        return self._broken is None and not self._closed
+
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError(f"link {self.name} was closed on this side")
@@ -243,7 +252,7 @@ class Link:
                 self._work = trio.Event()
                 with trio.move_on_after(math.inf if self._heartbeat is None else self._heartbeat) as quiet:
                     await self._work.wait()
-                if quiet.cancelled_caught:
+                if quiet.cancelled_caught and self._is_open:
                     self.send_nowait(Ping(0))
 
     async def _put(self, packet: Packet) -> int:
@@ -314,7 +323,7 @@ class Link:
                     self._credit += frame.bytes
                     self._admit()
             case Ping():
-                if frame.nonce and self._broken is None:
+                if frame.nonce and self._is_open:
                     self.send_nowait(Pong(frame.nonce))
             case _:
                 return False
@@ -369,14 +378,17 @@ async def open_link(
     *,
     name: str = "link",
     credit: int | None = None,
+    granted: int | None = None,
     heartbeat: float | None = None,
 ) -> AsyncIterator[Link]:
     """Run a link's writer for the length of the block; the link is closed on the way out.
 
-    ``credit``: payload bytes that may be sent before the other side grants more (None: any number). ``heartbeat``: seconds
-    after which an idle link shows a sign of life; three without a byte end it (None: a silent peer is waited for).
+    ``credit``: payload bytes that may be sent before the other side grants more (None: any number). ``granted``: the same
+    for what comes; a peer that sends more breaks the protocol. ``heartbeat``: seconds after which an idle link shows a sign
+    of life; three without a byte end it (None: a silent peer is waited for).
     """
-    link = Link(transport, limits, name, credit, heartbeat)
+    link = Link(transport, limits, name, heartbeat)
+    link.agree(limits, credit, granted)
     async with open_nursery() as nursery:
         nursery.start_soon(link._run_writer)
         try:
@@ -410,7 +422,7 @@ class _MemoryTransport(trio.abc.Stream):
             raise trio.ClosedResourceError("this end was closed")
 
     async def receive_some(self, max_bytes: int | None = None) -> bytes:
-        if max_bytes is not None and max_bytes < 1:
+        if max_bytes is not None and operator.index(max_bytes) < 1:
             raise ValueError(f"max_bytes is {max_bytes}, must be at least 1")
         if self._receiving:
             raise trio.BusyResourceError("another task is receiving on this end")

@@ -25,11 +25,14 @@ async def open_nursery() -> AsyncIterator[trio.Nursery]:
         lone = _only_leaf(group)
         if lone is None:
             raise
-    if lone is not None:  # raised here, outside the handler, so that the group does not appear as its context
+    if lone is not None:
+        context = lone.__context__
         try:
             raise lone
         finally:
-            del lone  # break the cycle exception -> traceback -> frame -> exception
+            # What the caller is being unwound with (Cancelled, as a rule) is not what the error came of.
+            lone.__context__ = context
+            del lone, context  # break the cycle exception -> traceback -> frame -> exception
 
 
 def _only_leaf(group: BaseExceptionGroup[BaseException]) -> BaseException | None:

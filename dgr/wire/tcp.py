@@ -111,12 +111,20 @@ async def dial(
     except trio.TooSlowError:
         raise DeadlineExceeded(f"no connection to {address} within {seconds:g} s") from None
     except OSError as error:
-        raise LinkBroken(f"cannot connect to {address}: {error}") from error
+        raise LinkBroken(f"cannot connect to {address}: {_reason(error)}") from error
     if context is None:
         return stream
     secure = trio.SSLStream(stream, context, server_hostname=host, https_compatible=False)
     await _handshake(secure, seconds, address)
     return secure
+
+
+def _reason(error: OSError) -> str:
+    """Trio tries every address a name has and reports them together; the first one's reason says most."""
+    cause: BaseException | None = error.__cause__
+    while isinstance(cause, BaseExceptionGroup):
+        cause = cause.exceptions[0]
+    return str(cause or error)
 
 
 async def _handshake(stream: trio.SSLStream[trio.SocketStream], seconds: float, who: str) -> None:
@@ -130,6 +138,9 @@ async def _handshake(stream: trio.SSLStream[trio.SocketStream], seconds: float, 
         await trio.aclose_forcefully(stream)
         cause = error.__cause__ or error
         raise LinkBroken(f"TLS with {who} failed: {cause}; both sides need certificates of one CA (`dgr keys`)") from error
+    except trio.Cancelled:
+        await trio.aclose_forcefully(stream)  # nobody else holds it yet
+        raise
 
 
 def peer_names(stream: Transport) -> frozenset[str]:

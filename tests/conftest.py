@@ -1,0 +1,97 @@
+"""What tests of every floor share: models by kind, the record of exact numerics, and ways to run a model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+import dgr
+from dgr.engine.base import ContextParams
+from dgr.engine.numerics import Certificate, load_certificate, record_certificate
+from dgr.testing.chain import some_tokens
+from dgr.testing.invariance import certificate, run_suite
+from dgr.testing.models import cached_fixture
+
+T = TypeVar("T")
+
+#: Types of the models that tests run, and of their K caches.
+_TYPES = ("f32", "f16", "bf16", "q8_0", "mxfp4", "q4_K")
+
+
+@pytest.fixture(scope="session")
+def exact_here() -> Certificate:
+    """The record of exact numerics on this machine; the invariance suite runs once when it lacks what tests need."""
+    found = load_certificate()
+    if found is None or not set(_TYPES) <= {*found.weight_types, *found.failures}:
+        found = certificate(run_suite(_TYPES), found)
+        record_certificate(found)
+    return found
+
+
+@pytest.fixture(scope="session")
+def model(exact_here: Certificate) -> Callable[..., Path]:
+    """``model(weights, layers=43, mtp=False)``: a fixture model's path, written once per machine. Do not change it."""
+    return cached_fixture
+
+
+@pytest.fixture(scope="session")
+def tiny(model: Callable[..., Path]) -> Path:
+    """All 43 layers, f32 weights; a token takes some milliseconds."""
+    return model("f32")
+
+
+@pytest.fixture(scope="session")
+def small(model: Callable[..., Path]) -> Path:
+    """The first 7 layers (SWA, SWA, CSA, HCA, CSA, HCA, CSA), f32 weights; a token takes a millisecond."""
+    return model("f32", layers=7)
+
+
+@pytest.fixture(scope="session")
+def prompt() -> Callable[..., list[int]]:
+    """``prompt(n, seed=0)``: token ids of the fixtures' vocabulary, without a pattern that a window could repeat."""
+    return lambda n_tokens, seed=0: some_tokens(n_tokens, 512, seed)
+
+
+@pytest.fixture(scope="session")
+def parallel() -> Callable[[Sequence[Callable[[], T]]], list[T]]:
+    """Run jobs side by side, one per CPU: native code lets go of the GIL. One thread per engine."""
+
+    def run(jobs: Sequence[Callable[[], T]]) -> list[T]:
+        with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+            return [job.result() for job in [pool.submit(job) for job in jobs]]
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def pipeline_logits() -> Callable[..., Awaitable[bytes]]:
+    """``await pipeline_logits(model, split, tokens, context=…, chunk=…)``: all rows of logits, through the runtime."""
+
+    async def run(
+        path: Path,
+        split: str | Sequence[dgr.LayerRange],
+        tokens: Sequence[int],
+        *,
+        context: ContextParams | None = None,
+        chunk: int | None = None,
+        threads: int = 1,
+    ) -> bytes:
+        async with (
+            dgr.open_pipeline(path, split, context=context, chunk=chunk, threads=threads) as pipeline,
+            pipeline.session() as session,
+        ):
+            row = 4 * pipeline.n_vocab
+            rows = bytearray(row * len(tokens))
+
+            def take(position: int, values: memoryview) -> None:
+                rows[position * row : position * row + values.nbytes] = values
+
+            await session.logits(tokens, take)
+            return bytes(rows)
+
+    return run

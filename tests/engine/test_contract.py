@@ -1,0 +1,28 @@
+"""The native engine keeps the contract that every engine keeps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from attrs import evolve
+
+from dgr.engine.base import ContextParams, Numerics, ShardEngine
+from dgr.engine.llama import LlamaEngine
+from dgr.model.route import LayerRange
+from dgr.testing.contract import EngineContract
+
+
+class TestExact(EngineContract):
+    context = evolve(EngineContract.context, n_ctx=256)
+
+    @pytest.fixture(autouse=True)
+    def _model(self, small: Path) -> None:
+        self.path = small
+
+    def make(self, layers: LayerRange | None, context: ContextParams) -> ShardEngine:
+        return LlamaEngine(self.path, layers, context)
+
+
+class TestNative(TestExact):
+    context = evolve(TestExact.context, numerics=Numerics.NATIVE)
