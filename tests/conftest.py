@@ -95,3 +95,10 @@ def pipeline_logits() -> Callable[..., Awaitable[bytes]]:
             return bytes(rows)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def two_cpus() -> None:
+    """Skip where ggml's threads would have to share a CPU: they spin, and a second's work takes minutes."""
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("this process may use one CPU only")

@@ -11,8 +11,8 @@ import msgspec
 import trio
 
 from dgr.cli.options import add_link_arguments, link_policy_of
-from dgr.engine.budget import human_bytes
 from dgr.model.route_file import read_route_file
+from dgr.model.units import human_bytes
 from dgr.runtime.doctor import RouteReport, examine
 
 __all__ = ["register", "run"]

@@ -14,9 +14,9 @@ import trio
 
 from dgr.cli.options import add_link_arguments, add_model_arguments, context_of, link_policy_of
 from dgr.engine.base import SamplingParams
-from dgr.engine.budget import human_bytes
 from dgr.errors import InputError
 from dgr.model.route_file import read_route_file
+from dgr.model.units import human_bytes
 from dgr.runtime.client import GeneratedToken
 from dgr.runtime.events import Event, RouteChanged
 from dgr.runtime.local import open_pipeline
@@ -35,11 +35,15 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
         description="Answer a prompt through a pipeline of layer-range stages in this process. Greedy unless --temp is"
         " given; tokens are printed as they come.",
     )
-    parser.add_argument("--route", metavar="TOML", help="use the stages of a route file instead of stages in this process")
+    parser.add_argument(
+        "--route", metavar="TOML", help="use the stages of a route file instead of stages in this process"
+    )
     add_model_arguments(parser)
     add_link_arguments(parser)
     parser.add_argument("--prompt", required=True, metavar="TEXT", help="the prompt; - reads standard input")
-    parser.add_argument("-n", "--max-tokens", type=int, default=64, metavar="N", help="most tokens to draw (default: 64)")
+    parser.add_argument(
+        "-n", "--max-tokens", type=int, default=64, metavar="N", help="most tokens to draw (default: 64)"
+    )
     parser.add_argument("--temp", type=float, default=0.0, metavar="T", help="temperature; 0 is greedy (default)")
     parser.add_argument("--top-k", type=int, default=0, metavar="K", help="keep the K likeliest tokens (0: all)")
     parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="keep the likeliest tokens up to mass P")
@@ -75,7 +79,8 @@ def _open_local(
         split,
         context=context_of(args),
         threads=args.threads,
-        mmap=args.mmap, memory_budget=args.memory,
+        mmap=args.mmap,
+        memory_budget=args.memory,
         chunk=args.chunk,
         on_shard=shards.append,
     )
@@ -164,7 +169,10 @@ def _print_end(result: dict[str, Any]) -> None:
     n_prompt, n_tokens = len(result["prompt_tokens"]), len(result["tokens"])
     seconds = result["seconds"]
     rate = f", {(n_tokens - 1) / seconds['decode']:.1f} tokens/s" if n_tokens > 1 and seconds["decode"] > 0 else ""
-    print(f"\n\n{n_prompt} prompt tokens, first token after {seconds['to_first_token']:.2f} s; {n_tokens} tokens{rate}", end="")
+    print(
+        f"\n\n{n_prompt} prompt tokens, first token after {seconds['to_first_token']:.2f} s; {n_tokens} tokens{rate}",
+        end="",
+    )
     print(f"; ended by {result['finish_reason']}")
     verdict = result["verified"]
     if verdict is not None and verdict["equal"]:

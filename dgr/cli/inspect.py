@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable, Sequence
 from typing import Any
 
 import attrs
 
+from dgr.cli.tables import layer_runs, render_table
 from dgr.model.artifact import Artifact
 from dgr.model.route import LayerRange
 from dgr.model.state_map import ContextShape, StateMap, state_map
+from dgr.model.units import human_bytes
 from dgr.model.v4 import V4_FLASH, HyperParameters
 
-__all__ = ["human_bytes", "layer_runs", "register", "render_table", "run"]
+__all__ = ["register", "run"]
 
 #: Stands for the published model's hyper-parameters; needs no file.
 _BUILT_IN = "v4-flash"
@@ -40,52 +41,6 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument("--type-k", default="f16", metavar="TYPE", help="K-cache type: f16, f32, q8_0 (default: f16)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
-
-
-def human_bytes(n_bytes: int) -> str:
-    """``271466496`` -> ``258.89 MiB``."""
-    size = float(n_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024 or unit == "GiB":
-            break
-        size /= 1024
-    return f"{n_bytes} B" if unit == "B" else f"{size:.2f} {unit}"
-
-
-def layer_runs(layers: Sequence[int]) -> str:
-    """Layers in short: ``0-1``, ``2,4..42``, ``3``; a gap starts a new run."""
-    runs: list[str] = []
-    at = 0
-    while at < len(layers):
-        end = at + 1
-        step = layers[end] - layers[at] if end < len(layers) else 1
-        while end < len(layers) and layers[end] - layers[end - 1] == step:
-            end += 1
-        run = layers[at:end]
-        if step == 1 and len(run) > 1:
-            runs.append(f"{run[0]}-{run[-1]}")
-        elif len(run) > 2:
-            runs.append(f"{run[0]},{run[1]}..{run[-1]}")
-        else:
-            # Two layers with a gap are no pattern: the second may begin a run.
-            end = at + 1
-            runs.append(str(run[0]))
-        at = end
-    return ",".join(runs)
-
-
-def render_table(rows: Sequence[Sequence[str]], numeric: Iterable[int] = ()) -> str:
-    """Rows of equal length in aligned columns, the first being the heading; ``numeric`` columns align right."""
-    right = frozenset(numeric)
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.rjust(width) if column in right else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
 
 
 def _schedule(hp: HyperParameters, artifact: Artifact | None) -> list[dict[str, Any]]:

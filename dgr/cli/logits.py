@@ -54,7 +54,13 @@ async def _logits(args: argparse.Namespace) -> int:
     out = Path(args.out)
     part = out.with_name(out.name + ".part")
     async with open_pipeline(
-        args.model, args.split, context=context_of(args), threads=args.threads, mmap=args.mmap, memory_budget=args.memory, chunk=args.chunk
+        args.model,
+        args.split,
+        context=context_of(args),
+        threads=args.threads,
+        mmap=args.mmap,
+        memory_budget=args.memory,
+        chunk=args.chunk,
     ) as pipeline:
         row_bytes = 4 * pipeline.n_vocab
         try:

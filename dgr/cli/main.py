@@ -9,12 +9,13 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from dgr.cli import doctor, fixture, generate, inspect, keys, logits, stage, up
+from dgr.cli import doctor, fixture, generate, inspect, keys, logits, selftest, stage, up
 from dgr.cli.exit_codes import BAD_INPUT, FAILED, INTERRUPTED
 from dgr.engine.native import build_info
 from dgr.errors import DgrError, InputError
 
 __all__ = ["main"]
+
 
 class _Version(argparse.Action):
     """Print versions and leave; asked for only when the flag is given."""
@@ -34,7 +35,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=_Version)
     parser.add_argument("--log", metavar="LEVEL", default="warning", help="log level: debug, info, warning, error")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (generate, logits, stage, up, doctor, keys, inspect, fixture):
+    for command in (generate, logits, stage, up, doctor, keys, inspect, fixture, selftest):
         command.register(subparsers)
     return parser
 

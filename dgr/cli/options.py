@@ -19,7 +19,9 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """``--model`` and ``--split``, and everything of :func:`add_context_arguments`."""
     parser.add_argument("--model", metavar="GGUF", help="the model file")
     parser.add_argument(
-        "--split", metavar="A:B,...", help="layer ranges of the stages, for example 0:15,15:29,29:43 (default: one stage)"
+        "--split",
+        metavar="A:B,...",
+        help="layer ranges of the stages, for example 0:15,15:29,29:43 (default: one stage)",
     )
     parser.add_argument("--chunk", type=int, metavar="N", help="tokens of a prefill chunk (default: --ubatch)")
     add_context_arguments(parser)
@@ -27,10 +29,18 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_context_arguments(parser: argparse.ArgumentParser) -> None:
     """Context parameters, threads and memory of a stage."""
-    parser.add_argument("--ctx", type=int, default=_DEFAULTS.n_ctx, metavar="N", help="tokens the context holds (n_ctx)")
-    parser.add_argument("--batch", type=int, default=_DEFAULTS.n_batch, metavar="N", help="most tokens in a native call")
-    parser.add_argument("--ubatch", type=int, default=_DEFAULTS.n_ubatch, metavar="N", help="tokens of a native sub-batch")
-    parser.add_argument("--threads", type=int, default=1, metavar="N", help="compute threads of each stage (default: 1)")
+    parser.add_argument(
+        "--ctx", type=int, default=_DEFAULTS.n_ctx, metavar="N", help="tokens the context holds (n_ctx)"
+    )
+    parser.add_argument(
+        "--batch", type=int, default=_DEFAULTS.n_batch, metavar="N", help="most tokens in a native call"
+    )
+    parser.add_argument(
+        "--ubatch", type=int, default=_DEFAULTS.n_ubatch, metavar="N", help="tokens of a native sub-batch"
+    )
+    parser.add_argument(
+        "--threads", type=int, default=1, metavar="N", help="compute threads of each stage (default: 1)"
+    )
     parser.add_argument(
         "--numerics",
         choices=[one.value for one in Numerics],
@@ -48,7 +58,9 @@ def add_link_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tls-ca", metavar="PEM", help="certificate of the private CA (dgr keys)")
     parser.add_argument("--tls-cert", metavar="PEM", help="certificate of this host")
     parser.add_argument("--tls-key", metavar="KEY", help="key of this host")
-    parser.add_argument("--allow-plain", action="store_true", help="plain TCP beyond loopback: anyone may read and write")
+    parser.add_argument(
+        "--allow-plain", action="store_true", help="plain TCP beyond loopback: anyone may read and write"
+    )
     parser.add_argument(
         "--heartbeat",
         type=float,

@@ -15,10 +15,11 @@ from typing import Any
 import trio
 
 from dgr.cli.options import add_context_arguments, add_link_arguments, context_of, link_policy_of
-from dgr.engine.budget import check_budget, human_bytes, parse_budget
+from dgr.engine.budget import check_budget, parse_budget
 from dgr.engine.llama import LlamaEngine, estimate_memory
 from dgr.model.artifact import Artifact
 from dgr.model.route import LayerRange
+from dgr.model.units import human_bytes
 from dgr.runtime.remote import StageServer
 from dgr.runtime.shard import open_shard
 from dgr.wire.nurseries import open_nursery
@@ -39,7 +40,9 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
     )
     parser.add_argument("model", metavar="MODEL", help="the GGUF file")
     parser.add_argument("--layers", required=True, metavar="A:B", help="main layers to own")
-    parser.add_argument("--listen", required=True, metavar="HOST:PORT", help="where to listen; port 0 takes any free one")
+    parser.add_argument(
+        "--listen", required=True, metavar="HOST:PORT", help="where to listen; port 0 takes any free one"
+    )
     parser.add_argument("--sessions", type=int, default=4, metavar="N", help="sequence slots (n_seq_max, default: 4)")
     parser.add_argument("--ttl", type=float, default=math.inf, metavar="SECONDS", help="drop sessions idle for longer")
     add_context_arguments(parser)

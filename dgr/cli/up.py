@@ -42,8 +42,12 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
     )
     parser.add_argument("route", metavar="ROUTE.toml", help="the route file")
     parser.add_argument("--model", metavar="GGUF", help="the model file (default: the route file's)")
-    parser.add_argument("--sessions", type=int, default=4, metavar="N", help="sequence slots of each stage (default: 4)")
-    parser.add_argument("--threads", type=int, metavar="N", help="compute threads of each stage (default: cores / stages)")
+    parser.add_argument(
+        "--sessions", type=int, default=4, metavar="N", help="sequence slots of each stage (default: 4)"
+    )
+    parser.add_argument(
+        "--threads", type=int, metavar="N", help="compute threads of each stage (default: cores / stages)"
+    )
     parser.add_argument("--only", action="append", metavar="ADDRESS", help="start only this stage (may be repeated)")
     parser.add_argument("--json", action="store_true", help="print JSON lines: one for every start and end of a stage")
     parser.set_defaults(run=run)
@@ -62,13 +66,21 @@ def _local(file: RouteFile, only: list[str] | None) -> list[StageRef]:
         return [known[address] for address in only]
     local = [ref for ref in file.route.stages if is_loopback(parse_address(ref.address)[0])]
     if not local:
-        raise InputError("no stage of the route has a loopback address; name the ones to start here with --only ADDRESS")
+        raise InputError(
+            "no stage of the route has a loopback address; name the ones to start here with --only ADDRESS"
+        )
     return local
 
 
 def stage_command(file: RouteFile, ref: StageRef, model: Path, threads: int, sessions: int) -> list[str]:
     """The command line of one stage."""
-    flags = {"n_ctx": "--ctx", "n_batch": "--batch", "n_ubatch": "--ubatch", "type_k": "--type-k", "numerics": "--numerics"}
+    flags = {
+        "n_ctx": "--ctx",
+        "n_batch": "--batch",
+        "n_ubatch": "--ubatch",
+        "type_k": "--type-k",
+        "numerics": "--numerics",
+    }
     command = [sys.executable, "-m", "dgr", "stage", str(model), "--layers", str(ref.layers), "--listen", ref.address]
     command += ["--threads", str(threads), "--sessions", str(file.context.get("n_seq_max", sessions))]
     for key, flag in flags.items():

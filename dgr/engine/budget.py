@@ -9,8 +9,9 @@ import psutil
 
 from dgr.engine.base import MemoryReport
 from dgr.errors import BudgetExceeded, InputError
+from dgr.model.units import human_bytes
 
-__all__ = ["check_budget", "human_bytes", "parse_budget"]
+__all__ = ["check_budget", "parse_budget"]
 
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?i?B|)", re.IGNORECASE)
@@ -26,20 +27,12 @@ def parse_budget(text: str | int) -> int:
     elif (match := _SIZE.fullmatch(text.strip())) and match[2].upper() in _UNITS:
         size = float(match[1]) * _UNITS[match[2].upper()]
     else:
-        raise InputError(f"memory budget {text!r} is neither bytes, nor like 24GiB, nor a share of the machine like 50%")
+        raise InputError(
+            f"memory budget {text!r} is neither bytes, nor like 24GiB, nor a share of the machine like 50%"
+        )
     if size < 1:
         raise InputError(f"memory budget {text!r} is less than one byte")
     return int(size)
-
-
-def human_bytes(n_bytes: int) -> str:
-    """``271466496`` -> ``258.89 MiB``."""
-    size = float(n_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024 or unit == "GiB":
-            break
-        size /= 1024
-    return f"{n_bytes} B" if unit == "B" else f"{size:.2f} {unit}"
 
 
 def _exact(n_bytes: int) -> str:

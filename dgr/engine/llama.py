@@ -45,6 +45,7 @@ def draw_seed(seed: int, position: int, choice: int) -> int:
     value = int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "little")
     return value if value != 0xFFFFFFFF else 0
 
+
 def _open(
     native: Native, artifact: Artifact, layers: LayerRange, context: ContextParams, options: dict[str, int | bool]
 ) -> Any:
@@ -180,7 +181,8 @@ class LlamaEngine:
         n_tokens = sum(len(work.tokens) for work in batch)
         tokens = ffi.new("int32_t[]", [token for work in batch for token in work.tokens])
         positions = ffi.new(
-            "int32_t[]", [position for work in batch for position in range(work.position, work.position + len(work.tokens))]
+            "int32_t[]",
+            [position for work in batch for position in range(work.position, work.position + len(work.tokens))],
         )
         slots = ffi.new("int32_t[]", [work.slot for work in batch for _ in work.tokens])
         wanted = [self._rows_wanted(work) for work in batch]
@@ -258,7 +260,10 @@ class LlamaEngine:
         self, logits: memoryview | bytes, history: Sequence[int], params: SamplingParams
     ) -> tuple[int, tuple[TopLogprob, ...]]:
         ffi, lib = self._native.ffi, self._native.lib
-        row = memoryview(logits)[-4 * self._description.n_vocab :]
+        row_bytes = 4 * self._description.n_vocab
+        row = memoryview(logits).cast("B")[-row_bytes:]
+        if row.nbytes != row_bytes:
+            raise InputError(f"a row of logits has {row.nbytes} bytes; it must have {row_bytes}, n_vocab float32")
         p = ffi.new("dgr_sample_params *")
         p.temperature, p.top_k, p.top_p, p.min_p = params.temperature, params.top_k, params.top_p, params.min_p
         p.repeat_penalty, p.frequency_penalty = params.repeat_penalty, params.frequency_penalty

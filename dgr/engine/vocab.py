@@ -20,7 +20,8 @@ class LlamaVocabulary:
         self._vocab = out[0]
         specials = self._native.ffi.new("int32_t[3]")
         self._native.check(
-            self._native.lib.dgr_vocab_specials(self._vocab, specials, specials + 1, specials + 2), f"vocabulary of {path}"
+            self._native.lib.dgr_vocab_specials(self._vocab, specials, specials + 1, specials + 2),
+            f"vocabulary of {path}",
         )
         self.n_vocab: int = specials[0]
         self.bos: int | None = specials[1] if specials[1] >= 0 else None
@@ -35,7 +36,8 @@ class LlamaVocabulary:
         while True:
             tokens, n = ffi.new("int32_t[]", room), ffi.new("int32_t *")
             self._native.check(
-                lib.dgr_vocab_tokenize(self._vocab, data, len(data), add_special, parse_special, tokens, room, n), "tokenize"
+                lib.dgr_vocab_tokenize(self._vocab, data, len(data), add_special, parse_special, tokens, room, n),
+                "tokenize",
             )
             if n[0] <= room:
                 return list(ffi.unpack(tokens, n[0])) if n[0] else []

@@ -56,7 +56,9 @@ def check_cover(ranges: Sequence[LayerRange], n_layers: int) -> None:
     expected = 0
     for layers in ranges:
         if layers.begin != expected:
-            what = "overlaps the range before it" if layers.begin < expected else f"leaves out layers from {expected} on"
+            what = (
+                "overlaps the range before it" if layers.begin < expected else f"leaves out layers from {expected} on"
+            )
             raise InvalidRoute(f"layer range {layers} {what}; the next range must begin at {expected}")
         if layers.end > n_layers:
             raise InvalidLayerRange(
@@ -64,7 +66,9 @@ def check_cover(ranges: Sequence[LayerRange], n_layers: int) -> None:
             )
         expected = layers.end
     if expected != n_layers:
-        raise InvalidRoute(f"the split ends at layer {expected}, but the model has {n_layers}; end with {expected}:{n_layers}")
+        raise InvalidRoute(
+            f"the split ends at layer {expected}, but the model has {n_layers}; end with {expected}:{n_layers}"
+        )
 
 
 def parse_split(text: str, n_layers: int) -> tuple[LayerRange, ...]:

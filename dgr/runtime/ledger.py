@@ -13,9 +13,9 @@ from types import MappingProxyType
 from attrs import frozen
 
 from dgr.engine.base import MemoryReport
-from dgr.engine.budget import human_bytes
+from dgr.model.units import human_bytes
 
-__all__ = ["Ledger", "Lease"]
+__all__ = ["Lease", "Ledger"]
 
 
 @frozen

@@ -14,7 +14,7 @@ from dgr.engine.base import ContextParams, EngineDescription, ShardEngine
 from dgr.engine.budget import check_budget, parse_budget
 from dgr.engine.llama import LlamaEngine, estimate_memory
 from dgr.engine.vocab import LlamaVocabulary
-from dgr.errors import DgrError, LinkBroken
+from dgr.errors import DgrError, InputError, LinkBroken
 from dgr.model.artifact import Artifact
 from dgr.model.route import LayerRange, Route, StageRef, parse_split
 from dgr.runtime.pipeline import Pipeline, Timeouts, open_pipeline_on
@@ -42,7 +42,9 @@ class LocalCluster:
         self._nursery = nursery
         self._shards: dict[str, Shard] = {}
         self._scopes: dict[str, trio.CancelScope] = {}
-        self._boundaries: dict[tuple[str, str], Link] = {}
+        #: (stage, next stage) -> the link between them. Keyed by the shards themselves: a name may be taken over.
+        self._boundaries: dict[tuple[Shard, Shard], Link] = {}
+        self._dialing = trio.Lock()
 
     @property
     def shards(self) -> Mapping[str, Shard]:
@@ -50,6 +52,9 @@ class LocalCluster:
 
     async def start(self, name: str, engine: ShardEngine, policy: ShardPolicy | None = None) -> Shard:
         """Start a shard on an engine. The engine is stopped with the shard."""
+        if name in self._shards:
+            engine.stop()
+            raise InputError(f"a stage {name!r} runs here already; stop it first, or take another name")
         return await self._nursery.start(self._run, name, engine, policy or ShardPolicy())  # type: ignore[no-any-return]
 
     async def _run(
@@ -60,6 +65,7 @@ class LocalCluster:
         *,
         task_status: trio.TaskStatus[Shard] = trio.TASK_STATUS_IGNORED,
     ) -> None:
+        shard: Shard | None = None
         with trio.CancelScope() as scope:
             try:
                 async with open_shard(
@@ -72,38 +78,45 @@ class LocalCluster:
                     finally:
                         engine.abort()  # a step under way ends early; the shard then clears its slots
             finally:
-                self._shards.pop(name, None)
-                self._scopes.pop(name, None)
-                self._boundaries = {pair: link for pair, link in self._boundaries.items() if name not in pair}
+                if shard is not None and self._shards.get(name) is shard:
+                    del self._shards[name], self._scopes[name]
+                with trio.CancelScope(shield=True):
+                    for link in [link for pair, link in self._boundaries.items() if shard in pair]:
+                        await link.aclose()
                 engine.stop()
 
     def stop(self, name: str) -> None:
-        """End a shard as a crash would: its links close, its state is gone."""
-        self._scopes[name].cancel()
+        """End a shard as a crash would: its links close, its state is gone. The name is free at once."""
+        if name not in self._shards:
+            raise InputError(f"no stage {name!r} runs here; running: {', '.join(self._shards) or 'none'}")
+        del self._shards[name]
+        self._scopes.pop(name).cancel()
 
     async def _dial(self, source: str, target: str) -> Link:
         """The boundary link from one shard to another, made at first use."""
-        link = self._boundaries.get((source, target))
-        if link is None:
-            link = await self._nursery.start(self._join, source, target)
-            self._boundaries[source, target] = link
-        return link
+        async with self._dialing:
+            pair = self._get(source), self._get(target)
+            link = self._boundaries.get(pair)
+            if link is None:
+                link = await self._nursery.start(self._join, *pair)
+            return link
 
     async def _join(
-        self, source: str, target: str, *, task_status: trio.TaskStatus[Link] = trio.TASK_STATUS_IGNORED
+        self, before: Shard, after: Shard, *, task_status: trio.TaskStatus[Link] = trio.TASK_STATUS_IGNORED
     ) -> None:
-        before, after = self._shards[source], self._get(target)
         limits = limits_of(after.description)
         near, far = memory_transports()
         async with (
-            open_link(far, limits, name=f"{target}<-{source}") as arriving,
-            open_link(near, limits, name=f"{source}->{target}", credit=limits.under_way) as leaving,
+            open_link(far, limits, name=f"{after.name}<-{before.name}") as arriving,
+            open_link(near, limits, name=f"{before.name}->{after.name}", credit=limits.under_way) as leaving,
         ):
-            after.start_soon(after.serve_boundary, arriving, source)
+            after.start_soon(after.serve_boundary, arriving, before.name)
+            self._boundaries[before, after] = leaving
             task_status.started(leaving)
-            await before.watch_successor(leaving)
-        if self._boundaries.get((source, target)) is leaving:
-            del self._boundaries[source, target]
+            try:
+                await before.watch_successor(leaving)
+            finally:
+                del self._boundaries[before, after]
 
     def _get(self, name: str) -> Shard:
         shard = self._shards.get(name)
@@ -170,9 +183,7 @@ async def load_engines(
 
 
 def _check_fits(artifact: Artifact, route: Route, context: ContextParams, budget: int) -> None:
-    reports = {
-        f"{ref.address} ({ref.layers})": estimate_memory(artifact, ref.layers, context) for ref in route.stages
-    }
+    reports = {f"{ref.address} ({ref.layers})": estimate_memory(artifact, ref.layers, context) for ref in route.stages}
     check_budget(reports, context.n_seq_max, budget)
 
 

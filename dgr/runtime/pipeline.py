@@ -304,7 +304,9 @@ class Pipeline:
         fenced: list[frames.Fenced] = []
         deadline = trio.current_time() + self.timeouts.route
         for ref, answer in answers:
-            received = await answer.wait(max(0.0, deadline - trio.current_time()), f"Fence({self.epoch}) from {ref.address}")
+            received = await answer.wait(
+                max(0.0, deadline - trio.current_time()), f"Fence({self.epoch}) from {ref.address}"
+            )
             match received.frame:
                 case frames.Fenced():
                     fenced.append(received.frame)
@@ -389,7 +391,11 @@ class Pipeline:
 
     def _on_session_answer(self, address: str, frame: SessionAnswer, received: Received) -> None:
         key = frame.key
-        if isinstance(frame, frames.Refused) and frame.code is frames.Refusal.SUCCESSOR and self.state is RouteState.LIVE:
+        if (
+            isinstance(frame, frames.Refused)
+            and frame.code is frames.Refusal.SUCCESSOR
+            and self.state is RouteState.LIVE
+        ):
             self._go_down(f"stage {address}: {frame.message}")
         elif self._settle((address, key.session, frame.seq if key.session else key.epoch), received):
             return

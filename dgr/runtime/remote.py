@@ -264,5 +264,7 @@ class StageServer:
         check_neighbours(hello.identity, ours)
         names = peer_names(transport)
         if names and (host := parse_address(hello.name)[0]) not in names:
-            raise InvalidRoute(f"the peer calls itself {hello.name}, but its certificate is for {', '.join(sorted(names))}")
+            raise InvalidRoute(
+                f"the peer calls itself {hello.name}, but its certificate is for {', '.join(sorted(names))}"
+            )
         return partial(self._served.serve_boundary, peer=hello.name)

@@ -243,9 +243,7 @@ class SessionActor:
         output, key, seq = result.output, self.key, frame.seq
         if output.residual is not None:
             size = memoryview(output.residual).nbytes
-            boundary = Boundary(
-                key, seq, frame.expect, frame.tokens, frame.logits, frame.sampling, payload=size
-            )
+            boundary = Boundary(key, seq, frame.expect, frame.tokens, frame.logits, frame.sampling, payload=size)
             try:
                 await self._outlet.forward(boundary, output.residual)
             except WireError as error:

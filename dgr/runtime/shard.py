@@ -7,7 +7,7 @@ requests and answers; a *boundary* link comes from a previous stage. The reader 
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
 from contextlib import asynccontextmanager
 
 import trio
@@ -16,7 +16,7 @@ from attrs import frozen
 from dgr.engine.base import EngineDescription, ShardEngine
 from dgr.engine.budget import check_budget
 from dgr.errors import WireError
-from dgr.runtime.ledger import Ledger, Lease
+from dgr.runtime.ledger import Lease, Ledger
 from dgr.runtime.session import SessionActor
 from dgr.runtime.states import EpochState
 from dgr.runtime.steps import Stepper, StepperStatistics
@@ -71,6 +71,20 @@ def _say_ready(link: Link, supervisor: EpochSupervisor) -> None:
         return
 
 
+def _grant(link: Link, size: int) -> None:
+    try:
+        link.grant(size)
+    except WireError:
+        # The sender is gone or does not read; its link ends, and the session that took the payload lives on.
+        return
+
+
+async def _close(link: Link) -> None:
+    """Nobody reads the link any more: the other side must not wait for what will never come."""
+    with trio.CancelScope(shield=True):
+        await link.aclose()
+
+
 def _nothing() -> None:
     """A frame without payload takes no credit."""
 
@@ -91,7 +105,9 @@ class Shard:
         self.name = name
         self.description = engine.describe()
         memory = engine.memory()
-        check_budget({f"stage {name} ({self.description.layers})": memory}, self.description.context.n_seq_max, memory_budget)
+        check_budget(
+            {f"stage {name} ({self.description.layers})": memory}, self.description.context.n_seq_max, memory_budget
+        )
         self.ledger = Ledger(memory, self.description.context.n_seq_max)
         self.stepper = Stepper(engine)
         self.time_to_live = time_to_live
@@ -121,16 +137,19 @@ class Shard:
 
     # --- what supervisors ask of their host ---
 
-    async def lease(self, owner: Key) -> Lease | None:
+    async def lease(self, owner: Hashable) -> Lease | None:
         """A slot for a session; the session idle for longest makes room if it must."""
         while (lease := self.ledger.lease(owner)) is None:
-            idle = [actor for actor in self._actors() if actor.is_idle]
-            if not idle:
-                return None
-            victim = min(idle, key=lambda actor: actor.last_active)
-            victim.end(Miss.EVICTED)
-            await victim.ended.wait()
-            self._evictions += 1
+            leaving = next((actor for actor in self._actors() if actor.is_ending), None)
+            if leaving is None:
+                leaving = min(
+                    (actor for actor in self._actors() if actor.is_idle), key=lambda actor: actor.last_active, default=None
+                )
+                if leaving is None:
+                    return None
+                leaving.end(Miss.EVICTED)
+                self._evictions += 1
+            await leaving.ended.wait()
         return lease
 
     async def dial(self, own: str, successor: str) -> Link:
@@ -142,23 +161,33 @@ class Shard:
         link = self._awaiting.pop((supervisor.route, supervisor.epoch), None)
         if link is not None:
             _say_ready(link, supervisor)
+        self._forget_waits(supervisor)
+
+    def _forget_waits(self, supervisor: EpochSupervisor) -> None:
+        """Waits for epochs that will never be admitted here."""
+        for wait in [(route, epoch) for route, epoch in self._awaiting if route == supervisor.route]:
+            if wait[1] <= supervisor.epoch:
+                del self._awaiting[wait]
 
     # --- links ---
 
     async def serve_control(self, link: Link) -> None:
-        """Read a pipeline's link until it ends; its route sessions end with it."""
-        try:
-            async for received in link:
-                await self._on_control(link, received.frame, received.payload)
-        except WireError:
-            # Broken or hostile: either way the link is over, and nothing else of the shard is touched.
-            pass
-        finally:
-            for supervisor in [one for one in self._routes.values() if one.control is link]:
-                supervisor.leave()
+        """Read a pipeline's link until it ends; its route sessions end with it, and the link is closed."""
+        async with open_nursery() as nursery:
+            try:
+                async for received in link:
+                    await self._on_control(link, received.frame, received.payload, nursery)
+            except WireError:
+                # Broken or hostile: either way the link is over, and nothing else of the shard is touched.
+                pass
+            finally:
+                nursery.cancel_scope.cancel()
+                for supervisor in [one for one in self._routes.values() if one.control is link]:
+                    supervisor.leave()
+                await _close(link)
 
     async def serve_boundary(self, link: Link, peer: str) -> None:
-        """Read the link of a previous stage, which the route knows as ``peer``, until it ends."""
+        """Read the link of a previous stage, which the route knows as ``peer``, until it ends; the link is closed."""
         try:
             async for received in link:
                 self._on_boundary(link, peer, received)
@@ -167,6 +196,7 @@ class Shard:
             pass
         finally:
             self._awaiting = {wait: waiting for wait, waiting in self._awaiting.items() if waiting is not link}
+            await _close(link)
 
     def _on_boundary(self, link: Link, peer: str, received: Received) -> None:
         frame, payload = received.frame, received.payload
@@ -181,16 +211,20 @@ class Shard:
             self._strays += 1
             link.grant(size)
         elif frame.key.epoch == supervisor.epoch and supervisor.predecessor != peer:
-            raise WireError(f"a boundary came from {peer}, which is not the stage before this one")
+            # A fault of this route alone; others share the link.
+            supervisor.refuse(frame, f"a boundary came from {peer}, which is not the stage before this one")
+            link.grant(size)
         else:
-            supervisor.work(frame, payload, lambda: link.grant(size))
+            supervisor.work(frame, payload, lambda: _grant(link, size))
 
     def _await_ready(self, link: Link, peer: str, frame: frames.AwaitReady) -> None:
         supervisor = self._routes.get(frame.route)
+        if supervisor is not None and supervisor.epoch > frame.epoch:
+            return  # that epoch is over here, and the pipeline knows
         if supervisor is not None and supervisor.epoch == frame.epoch and supervisor.state is EpochState.LIVE:
-            if supervisor.predecessor != peer:
-                raise WireError(f"{peer} waits for an epoch in which it is not the stage before this one")
-            _say_ready(link, supervisor)
+            if supervisor.predecessor == peer:
+                _say_ready(link, supervisor)
+            # else: the route is at fault, and others share the link; the fence that waits will say so
         elif len(self._awaiting) >= _AWAITING:
             raise WireError(f"{_AWAITING} stages wait for epochs that were never fenced here")
         else:
@@ -211,18 +245,16 @@ class Shard:
         for supervisor in self._routes.values():
             supervisor.successor_lost(link, why)
 
-    async def _on_control(self, link: Link, frame: frames.Frame, payload: memoryview | None) -> None:
+    async def _on_control(
+        self, link: Link, frame: frames.Frame, payload: memoryview | None, nursery: trio.Nursery
+    ) -> None:
         match frame:
             case frames.Fence():
                 supervisor = self._routes.get(frame.route) or await self._admit(frame.route, link)
-                if supervisor.control is not link:
-                    link.send_nowait(
-                        frames.Refused(
-                            Key(frame.route, frame.epoch, 0), 0, Refusal.PROTOCOL, "the route session belongs to another link"
-                        )
-                    )
-                else:
+                if supervisor.control is link:
                     supervisor.request(frame)
+                else:
+                    nursery.start_soon(self._take_over, link, frame, supervisor)
             case frames.Open() | frames.Close() | frames.Probe() | frames.Tokens() | frames.Cancel():
                 known = self._routes.get(frame.key.route)
                 if known is None or known.control is not link:
@@ -236,7 +268,24 @@ class Shard:
             case _:
                 raise WireError(f"{type(frame).__name__} came on a control link")
 
-    def _answer_stranger(self, link: Link, frame: frames.Open | frames.Close | frames.Probe | frames.Tokens | frames.Cancel) -> None:
+    async def _take_over(self, link: Link, frame: frames.Fence, former: EpochSupervisor) -> None:
+        """A route session comes on another link: its pipeline left and came back, faster than its state could go."""
+        with trio.move_on_after(self.fence_timeout):
+            await former.ended.wait()
+        supervisor = self._routes.get(frame.route) or await self._admit(frame.route, link)
+        try:
+            if supervisor.control is link:
+                supervisor.request(frame)
+            else:
+                problem = "the route session belongs to another link"
+                link.send_nowait(frames.Refused(Key(frame.route, frame.epoch, 0), 0, Refusal.PROTOCOL, problem))
+        except WireError:
+            # The link is over; whoever reads it ends what there is of the route session.
+            return
+
+    def _answer_stranger(
+        self, link: Link, frame: frames.Open | frames.Close | frames.Probe | frames.Tokens | frames.Cancel
+    ) -> None:
         """A route session that is not known here holds nothing here."""
         self._strays += 1
         match frame:
@@ -259,6 +308,8 @@ class Shard:
             await supervisor.run(task_status=task_status)
         finally:
             del self._routes[supervisor.route]
+            self._forget_waits(supervisor)
+            supervisor.ended.set()
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve until cancelled; on the way out every session ends and every slot is cleared."""

@@ -226,7 +226,9 @@ class Machine(Generic[S, E]):
         """Move along the table; refuse a pair that is not in it."""
         following = self._table.get((self.state, event))
         if following is None:
-            raise InvalidTransition(f"{type(self.state).__name__}: no transition from {self.state.name} on {event.name}")
+            raise InvalidTransition(
+                f"{type(self.state).__name__}: no transition from {self.state.name} on {event.name}"
+            )
         self.state = following
         return following
 

@@ -9,14 +9,14 @@ head: whoever sees the head's Fenced knows that every stage behind it admits the
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Hashable
 from typing import Protocol
 
 import trio
 
-from dgr.engine.base import EngineDescription
+from dgr.engine.base import EngineDescription, Frontier
 from dgr.errors import DgrError, WireError
-from dgr.runtime.ledger import Ledger, Lease
+from dgr.runtime.ledger import Lease, Ledger
 from dgr.runtime.session import SessionActor, WorkFrame
 from dgr.runtime.states import EpochEvent, EpochState, epoch_machine
 from dgr.runtime.steps import Stepper
@@ -29,6 +29,8 @@ __all__ = ["EpochSupervisor", "Host"]
 
 #: Ended sessions whose fate is remembered, to tell a late frame why.
 _EPITAPHS = 1024
+#: Times a probe looks at a session that works on meanwhile.
+_PROBES = 8
 #: Control requests of one route session that may be under way at once.
 _REQUESTS = 1024
 
@@ -43,7 +45,7 @@ class Host(Protocol):
     #: Seconds a fence waits for its successor.
     fence_timeout: float
 
-    async def lease(self, owner: Key) -> Lease | None:
+    async def lease(self, owner: Hashable) -> Lease | None:
         """A slot, evicting the oldest idle session of any route if none is free."""
         ...
 
@@ -66,6 +68,8 @@ class EpochSupervisor:
         #: Address of the stage before this one; empty on a head. Boundaries are taken from no one else.
         self.predecessor = ""
         self.sessions: dict[int, SessionActor] = {}
+        #: Set when nothing of the route session is left here.
+        self.ended = trio.Event()
         self._host = host
         self._machine = epoch_machine()
         self._successor: Link | None = None
@@ -74,7 +78,8 @@ class EpochSupervisor:
         self._scope = trio.CancelScope()
         self._nursery: trio.Nursery | None = None
         self._requests = 0
-        self._opening: set[int] = set()
+        #: Session -> sequence number of the Open that waits for a slot.
+        self._opening: dict[int, int] = {}
 
     @property
     def state(self) -> EpochState:
@@ -95,25 +100,32 @@ class EpochSupervisor:
             self._scope.cancel()
 
     # --- requests, from the control link's reader; none of these waits ---
+    #
+    # Requests take effect in the order in which they came: what one changes at once is changed here, in the reader.
+    # Only its waits (for a slot, for slots to be cleared, for the next stage) are a task's; tasks start in any order.
 
     def request(self, frame: frames.Fence | frames.Open | frames.Close | frames.Probe) -> None:
         """Start a control request. It runs beside the sessions' work, never behind it."""
         if self._requests >= _REQUESTS:
             raise WireError(f"{_REQUESTS} control requests of one route session are under way; the pipeline floods")
+        if self.state is EpochState.GONE:
+            return
         match frame:
             case frames.Fence():
-                self._start(self._fence, frame)
+                if (old := self._begin_fence(frame)) is not None:
+                    self._start(self._fence, frame, old)
             case frames.Open():
-                self._start(self._open, frame)
+                if self._begin_open(frame):
+                    self._start(self._open, frame)
             case frames.Close():
-                self._start(self._close, frame)
+                self._start(self._close, frame, self._begin_close(frame))
             case frames.Probe():
                 self._start(self._probe, frame)
 
-    def _start(self, handler: Callable[..., Awaitable[None]], frame: frames.Frame) -> None:
+    def _start(self, handler: Callable[..., Awaitable[None]], *args: object) -> None:
         async def run() -> None:
             try:
-                await handler(frame)
+                await handler(*args)
             finally:
                 self._requests -= 1
 
@@ -126,8 +138,8 @@ class EpochSupervisor:
         key = frame.key
         if key.epoch != self.epoch:
             self._answer(frames.StaleEpoch(key, frame.seq, self.epoch))
-        elif (actor := self.sessions.get(key.session)) is None or actor.ended.is_set():
-            self._answer(frames.CacheMiss(key, frame.seq, self._why_missing(key), 0))
+        elif (actor := self.sessions.get(key.session)) is None or actor.is_ending:
+            self._answer(frames.CacheMiss(key, frame.seq, self._why_missing(key, actor), 0))
         elif actor.deliver(frame, payload, consumed):
             return
         else:
@@ -138,15 +150,21 @@ class EpochSupervisor:
             )
         consumed()
 
+    def refuse(self, frame: WorkFrame, problem: str) -> None:
+        """Answer work that may not come this way."""
+        self._answer(frames.Refused(frame.key, frame.seq, Refusal.PROTOCOL, problem))
+
     def cancel(self, frame: frames.Cancel) -> None:
         """Stop queued work of a session; bypasses its inbox."""
         actor = self.sessions.get(frame.key.session)
         if frame.key.epoch == self.epoch and actor is not None:
             actor.cancel(frame.last_seq)
 
-    def _why_missing(self, key: Key) -> Miss:
+    def _why_missing(self, key: Key, ending: SessionActor | None) -> Miss:
         if self.state is EpochState.FENCING:
             return Miss.FENCING
+        if ending is not None and ending.epitaph is not None:
+            return ending.epitaph
         return self._epitaphs.get(key.session, Miss.UNKNOWN)
 
     def _answer(self, frame: frames.Frame) -> None:
@@ -158,19 +176,24 @@ class EpochSupervisor:
 
     # --- the requests themselves ---
 
-    async def _fence(self, frame: frames.Fence) -> None:
+    def _begin_fence(self, frame: frames.Fence) -> list[SessionActor] | None:
+        """Raise the epoch and begin the end of every older session; gives those sessions."""
         if frame.epoch <= self.epoch:
             self._answer(frames.StaleEpoch(Key(self.route, frame.epoch, 0), 0, self.epoch))
-            return
+            return None
         self._machine.fire(EpochEvent.FENCE)
         self.epoch, self.predecessor = frame.epoch, frame.predecessor
         self._successor = None
         self._successor_ready.set()  # an older fence that still waits gives way
         self._successor_ready = trio.Event()
+        self._opening.clear()
         old = list(self.sessions.values())
-        released = sum(actor.lease.total for actor in old)
         for actor in old:
             actor.end(None)
+        return old
+
+    async def _fence(self, frame: frames.Fence, old: list[SessionActor]) -> None:
+        released = sum(actor.lease.total for actor in old)
         for actor in old:
             await actor.ended.wait()
         problem = await self._reach_successor(frame) if frame.successor else None
@@ -213,22 +236,29 @@ class EpochSupervisor:
             key = Key(self.route, self.epoch, 0)
             self._answer(frames.Refused(key, 0, Refusal.SUCCESSOR, f"the link to the next stage ended: {why}"[:4096]))
 
-    async def _open(self, frame: frames.Open) -> None:
+    def _begin_open(self, frame: frames.Open) -> bool:
+        """Whether a slot is to be had for it."""
         key = frame.key
         if not self._admits(key, frame.seq):
-            return
+            return False
         if key.session in self.sessions or key.session in self._opening:
-            self._answer(frames.Refused(key, frame.seq, Refusal.PROTOCOL, f"session {key.session} is open already; close it first"))
-            return
-        self._opening.add(key.session)
-        try:
-            lease = await self._host.lease(key)
-        finally:
-            self._opening.discard(key.session)
+            problem = f"session {key.session} is open already; close it first"
+            self._answer(frames.Refused(key, frame.seq, Refusal.PROTOCOL, problem))
+            return False
+        self._opening[key.session] = frame.seq
+        return True
+
+    async def _open(self, frame: frames.Open) -> None:
+        key = frame.key
+        # No checkpoint from here on once there is a lease: either it gets its actor or it goes back.
+        lease = await self._host.lease((key, frame.seq))
+        wanted = self._opening.get(key.session) == frame.seq
+        if wanted:
+            del self._opening[key.session]
         if lease is None:
             self._answer(frames.Refused(key, frame.seq, Refusal.OVERLOADED, self._host.ledger.refusal()))
             return
-        if not self._admits(key, frame.seq):  # fenced while the lease was being made
+        if not self._admits(key, frame.seq) or not wanted:  # fenced or closed while the lease was being made
             self._host.ledger.release(lease)
             return
         actor = SessionActor(
@@ -256,32 +286,52 @@ class EpochSupervisor:
             return True
         return False
 
-    async def _close(self, frame: frames.Close) -> None:
+    def _begin_close(self, frame: frames.Close) -> SessionActor | None:
+        """Begin the end of a session, or take back an Open that waits; gives the actor whose end is to be awaited."""
         key = frame.key
+        if key.epoch != self.epoch:
+            return None
+        self._opening.pop(key.session, None)
         actor = self.sessions.get(key.session)
-        released = 0
-        if actor is not None and actor.key.epoch == key.epoch:
-            released = actor.lease.total
+        if actor is not None:
             actor.end(None)
+        return actor
+
+    async def _close(self, frame: frames.Close, actor: SessionActor | None) -> None:
+        key = frame.key
+        if actor is not None:
             await actor.ended.wait()
-        self._epitaphs.pop(key.session, None)
-        self._answer(frames.Closed(key, frame.seq, released))
+        if key.epoch == self.epoch:
+            self._epitaphs.pop(key.session, None)
+        self._answer(frames.Closed(key, frame.seq, 0 if actor is None else actor.lease.total))
 
     async def _probe(self, frame: frames.Probe) -> None:
         key = frame.key
-        if not self._admits(key, frame.seq):
-            return
-        actor = self.sessions.get(key.session)
-        if actor is None:
-            self._answer(frames.CacheMiss(key, frame.seq, self._why_missing(key), 0))
-            return
-        # One native call reads position and components together; the digest belongs to the same moment.
-        frontier, digest = await actor.frontier(), actor.digest
+        for _ in range(_PROBES):
+            if not self._admits(key, frame.seq):
+                return
+            actor = self.sessions.get(key.session)
+            if actor is None or actor.is_ending:
+                self._answer(frames.CacheMiss(key, frame.seq, self._why_missing(key, actor), 0))
+                return
+            try:
+                frontier = await actor.frontier()
+            except DgrError as error:
+                self._answer(frames.Refused(key, frame.seq, Refusal.ENGINE, str(error)[:4096]))
+                return
+            # One native call reads position and components together; the digest must be of the same moment.
+            if key.epoch == self.epoch and not actor.is_ending and frontier.position == actor.position:
+                self._answer_probe(frame, frontier, actor.digest)
+                return
+        problem = "the session does not stand still: probe it when it is idle"
+        self._answer(frames.Refused(key, frame.seq, Refusal.PROTOCOL, problem))
+
+    def _answer_probe(self, frame: frames.Probe, frontier: Frontier, digest: bytes) -> None:
         components = tuple(
             frames.ComponentState(part.name, part.n_layers, part.capacity, part.rows_min, part.rows_max, part.digest)
             for part in frontier.components
         )
-        self._answer(frames.Frontier(key, frame.seq, frontier.position, digest, components))
+        self._answer(frames.Frontier(frame.key, frame.seq, frontier.position, digest, components))
 
     def _ended(self, actor: SessionActor) -> None:
         """An actor's slot is cleared: take its bytes back."""

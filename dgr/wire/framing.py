@@ -68,7 +68,9 @@ class Limits:
                 what = f"{len(frame.tokens)} tokens of {self.boundary_width} float32"
             case Logits():
                 if frame.n_rows > self.n_batch:
-                    raise FrameError(f"logits frame holds {frame.n_rows} rows; the link agreed on at most {self.n_batch}")
+                    raise FrameError(
+                        f"logits frame holds {frame.n_rows} rows; the link agreed on at most {self.n_batch}"
+                    )
                 expected = frame.n_rows * self.n_vocab * _FLOAT
                 what = f"{frame.n_rows} rows of {self.n_vocab} float32"
             case frames.Tokens():
@@ -87,7 +89,9 @@ class Limits:
 
 def _check_batch(tokens: tuple[int, ...], n_batch: int) -> None:
     if len(tokens) > n_batch:
-        raise FrameError(f"work frame holds {len(tokens)} tokens; the link agreed on n_batch {n_batch}: send smaller chunks")
+        raise FrameError(
+            f"work frame holds {len(tokens)} tokens; the link agreed on n_batch {n_batch}: send smaller chunks"
+        )
 
 
 #: One packet as (head, body): a message is all head, a fragment's body is a view of the payload.

@@ -137,7 +137,9 @@ async def _handshake(stream: trio.SSLStream[trio.SocketStream], seconds: float, 
     except (trio.BrokenResourceError, ssl.SSLError) as error:
         await trio.aclose_forcefully(stream)
         cause = error.__cause__ or error
-        raise LinkBroken(f"TLS with {who} failed: {cause}; both sides need certificates of one CA (`dgr keys`)") from error
+        raise LinkBroken(
+            f"TLS with {who} failed: {cause}; both sides need certificates of one CA (`dgr keys`)"
+        ) from error
     except trio.Cancelled:
         await trio.aclose_forcefully(stream)  # nobody else holds it yet
         raise
