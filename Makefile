@@ -4,14 +4,14 @@
 # make build     the virtual environment with dgr in it, editable; C++ changes rebuild
 # make ctest     the C++ tests, built on their own out of tree
 #
-# Needs Python >= 3.11 with venv and headers, make and a C++ compiler; cmake and ninja come as wheels.
+# Needs Python >= 3.11 with venv, make and a C++ compiler; all else comes as wheels.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 MODEL  := build/demo.gguf
 
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
-NATIVE := $(wildcard cffi_build/*.* vendor/llama.cpp/*.* vendor/llama.cpp/patches/*)
+NATIVE := $(wildcard cffi_build/*.* cffi_build/stable_abi/* vendor/llama.cpp/*.* vendor/llama.cpp/patches/*)
 
 # The build tools of the environment come first, also for the programs that they start.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
@@ -42,7 +42,6 @@ build: $(VENV)/.stamp-dgr
 
 $(VENV)/.stamp-tools: constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "dgr needs Python 3.11 or later, $(PYTHON) is " + sys.version.split()[0])'
-	$(PYTHON) -c 'import os, sys, sysconfig; h = sysconfig.get_path("include") + "/Python.h"; sys.exit(not os.path.exists(h) and h + " is missing: install the headers of $(PYTHON) (python3-dev)")'
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) --upgrade pip
 	$(PIP) cffi cmake ninja patch-ng scikit-build-core

@@ -1,8 +1,8 @@
 """Obtains, verifies, patches and builds the pinned llama.cpp; prints the prefix where the static libraries lie.
 
-The prefix is in a cache outside the repository ($DGR_CACHE_DIR, else $XDG_CACHE_HOME/dgr, else ~/.cache/dgr), under a key
-made of everything that decides what the libraries compute: pin, patches, compiler, flags and the CPU's features (kernels
-are compiled for this very CPU). CMakeLists.txt runs this file; it needs pip, cmake, ninja, patch-ng and scikit-build-core.
+The prefix is in a cache outside the repository ($DGR_CACHE_DIR, else $XDG_CACHE_HOME/dgr, else ~/.cache/dgr), under a
+key made of everything that decides what the libraries compute: pin, patches, compiler, flags and the CPU's features
+(kernels are compiled for this very CPU). CMakeLists.txt runs this file; it needs pip, cmake, ninja and patch-ng.
 
     python llama_cpp.py                 # build unless cached, print the prefix
     python llama_cpp.py --unpatched     # upstream as it is, for tests that compare with it
@@ -132,9 +132,10 @@ def cpu_features() -> str:
 
 def compiler_version(compiler: str) -> str:
     try:
-        return subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True).stdout.splitlines()[0]
+        answer = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError) as error:
         raise BuildError(f"no C++ compiler: {compiler}: {error}") from error
+    return answer.stdout.splitlines()[0]
 
 
 class Flavour:

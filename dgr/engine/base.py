@@ -8,7 +8,7 @@ this module is specific to one architecture.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from enum import Enum
+from enum import IntEnum, StrEnum
 from typing import Protocol, runtime_checkable
 
 from attrs import field, frozen
@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 
-class Numerics(str, Enum):
+class Numerics(StrEnum):
     """Which promise the kernels keep."""
 
     #: The same tokens give the same bits, however they are split, chunked, batched, threaded or re-prefilled.
@@ -40,7 +40,7 @@ class Numerics(str, Enum):
     NATIVE = "native"
 
 
-class LogitsWanted(int, Enum):
+class LogitsWanted(IntEnum):
     """Which rows of a :class:`Work` item the tail turns into logits."""
 
     #: No row: a prefill chunk that is not the last.

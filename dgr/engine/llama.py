@@ -40,7 +40,7 @@ _TYPE_K = {"f32": 0, "f16": 1, "q8_0": 8}
 
 
 def draw_seed(seed: int, position: int, choice: int) -> int:
-    """The 32-bit seed of one draw: a hash of (seed, position, choice), never 0xFFFFFFFF, which llama.cpp takes as random."""
+    """The 32-bit seed of one draw: a hash, and never 0xFFFFFFFF, which llama.cpp takes as random."""
     text = f"{seed}:{position}:{choice}".encode()
     value = int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "little")
     return value if value != 0xFFFFFFFF else 0
@@ -179,12 +179,11 @@ class LlamaEngine:
         ffi, lib = self._native.ffi, self._native.lib
         about = self._description
         n_tokens = sum(len(work.tokens) for work in batch)
-        tokens = ffi.new("int32_t[]", [token for work in batch for token in work.tokens])
-        positions = ffi.new(
-            "int32_t[]",
-            [position for work in batch for position in range(work.position, work.position + len(work.tokens))],
+        tokens = self._int32s("token id", [token for work in batch for token in work.tokens])
+        positions = self._int32s(
+            "position", [at for work in batch for at in range(work.position, work.position + len(work.tokens))]
         )
-        slots = ffi.new("int32_t[]", [work.slot for work in batch for _ in work.tokens])
+        slots = self._int32s("slot", [work.slot for work in batch for _ in work.tokens])
         wanted = [self._rows_wanted(work) for work in batch]
         want_logits = bytearray(n_tokens)
         first = 0
@@ -206,6 +205,14 @@ class LlamaEngine:
         run.residual_in = ffi.cast("float *", keep[4]) if residual_in else ffi.NULL
         self._native.check(lib.dgr_stage_run(self._handle, run), f"stage {about.layers}")
         return self._outputs(batch, wanted, residual_out, logits_out, row_finite)
+
+    def _int32s(self, what: str, values: Sequence[int]) -> Any:
+        """A C array; the native guards look at its values, so only what does not fit is refused here."""
+        try:
+            return self._native.ffi.new("int32_t[]", values)
+        except OverflowError:
+            wrong = next(value for value in values if not -(2**31) <= value < 2**31)
+            raise InputError(f"{what} {wrong} does not fit 32 bits; nothing was run") from None
 
     def _rows_wanted(self, work: Work) -> int:
         if not self._description.is_tail:
@@ -248,12 +255,19 @@ class LlamaEngine:
             token, row = end, row + rows
         return outputs
 
+    def _check_slot(self, slot: int) -> None:
+        n_slots = self._description.context.n_seq_max
+        if not 0 <= slot < n_slots:
+            raise InputError(f"slot is {slot}, must be in 0..{n_slots - 1}")
+
     def position(self, slot: int) -> int:
+        self._check_slot(slot)
         out = self._native.ffi.new("int32_t *")
         self._native.check(self._native.lib.dgr_stage_position(self._handle, slot, out), f"position of slot {slot}")
         return int(out[0])
 
     def close(self, slot: int) -> None:
+        self._check_slot(slot)
         self._native.check(self._native.lib.dgr_stage_clear(self._handle, slot), f"clearing slot {slot}")
 
     def sample(
@@ -272,7 +286,7 @@ class LlamaEngine:
         p.n_top = n_top = params.top_logprobs
         token = ffi.new("int32_t *")
         top_tokens, top_logprobs = ffi.new("int32_t[]", max(1, n_top)), ffi.new("float[]", max(1, n_top))
-        ids = ffi.new("int32_t[]", list(history)) if history else ffi.NULL
+        ids = self._int32s("token id", list(history)) if history else ffi.NULL
         values = ffi.cast("float *", ffi.from_buffer(row))
         self._native.check(
             lib.dgr_sample(values, self._description.n_vocab, ids, len(history), p, token, top_tokens, top_logprobs),
@@ -281,6 +295,7 @@ class LlamaEngine:
         return int(token[0]), tuple(TopLogprob(int(top_tokens[i]), float(top_logprobs[i])) for i in range(n_top))
 
     def frontier(self, slot: int) -> Frontier:
+        self._check_slot(slot)
         out = self._native.ffi.new("dgr_frontier *")
         self._native.check(self._native.lib.dgr_stage_frontier(self._handle, slot, out), f"frontier of slot {slot}")
         components = tuple(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Mapping
 
@@ -102,7 +103,7 @@ async def examine(file: RouteFile, policy: LinkPolicy) -> RouteReport:
 def _compare(reports: tuple[StageReport, ...]) -> list[Problem]:
     problems = []
     known = [(report.address, report.identity) for report in reports if report.identity is not None]
-    for (_, before), (address, after) in zip(known, known[1:], strict=False):
+    for (_, before), (address, after) in itertools.pairwise(known):
         try:
             check_alike(f"it (unlike stage {known[0][0]})", after, known[0][1])
             if len(known) == len(reports):
@@ -113,10 +114,7 @@ def _compare(reports: tuple[StageReport, ...]) -> list[Problem]:
 
 
 async def _measure(link: Link) -> tuple[float, float]:
-    times = []
-    for nonce in range(1, _ROUND_TRIPS + 1):
-        times.append(await _ping(link, nonce))
-    round_trip = statistics.median(times)
+    round_trip = statistics.median([await _ping(link, nonce) for nonce in range(1, _ROUND_TRIPS + 1)])
     began = trio.current_time()
     zeros = bytes(_FILL_STEP)
     sent = 0

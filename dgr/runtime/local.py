@@ -19,7 +19,8 @@ from dgr.model.artifact import Artifact
 from dgr.model.route import LayerRange, Route, StageRef, parse_split
 from dgr.runtime.pipeline import Pipeline, Timeouts, open_pipeline_on
 from dgr.runtime.shard import Shard, limits_of, open_shard
-from dgr.wire.links import Link, memory_transports, open_link
+from dgr.wire.links import Link, open_link
+from dgr.wire.memory import memory_transports
 from dgr.wire.nurseries import open_nursery
 
 __all__ = ["LocalCluster", "ShardPolicy", "load_engines", "open_cluster", "open_pipeline"]

@@ -6,6 +6,7 @@ objects. One reader task per control link hands answers to whoever waits for the
 
 from __future__ import annotations
 
+import itertools
 import secrets
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -502,7 +503,7 @@ def _check_fit(route: Route, descriptions: Sequence[EngineDescription], referenc
         if description.layers != ref.layers:
             raise InvalidRoute(f"stage {ref.address} owns layers {description.layers}; the route says {ref.layers}")
         check_alike(f"stage {ref.address}", identity, reference or identities[0])
-    for before, after in zip(identities, identities[1:], strict=False):
+    for before, after in itertools.pairwise(identities):
         check_neighbours(before, after)
 
 

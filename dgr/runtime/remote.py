@@ -263,7 +263,7 @@ class StageServer:
         check_alike(f"stage {hello.name}", hello.identity, ours)
         check_neighbours(hello.identity, ours)
         names = peer_names(transport)
-        if names and (host := parse_address(hello.name)[0]) not in names:
+        if names and parse_address(hello.name)[0] not in names:
             raise InvalidRoute(
                 f"the peer calls itself {hello.name}, but its certificate is for {', '.join(sorted(names))}"
             )

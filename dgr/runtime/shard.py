@@ -15,7 +15,7 @@ from attrs import frozen
 
 from dgr.engine.base import EngineDescription, ShardEngine
 from dgr.engine.budget import check_budget
-from dgr.errors import WireError
+from dgr.errors import LinkBroken, WireError
 from dgr.runtime.ledger import Lease, Ledger
 from dgr.runtime.session import SessionActor
 from dgr.runtime.states import EpochState
@@ -143,7 +143,9 @@ class Shard:
             leaving = next((actor for actor in self._actors() if actor.is_ending), None)
             if leaving is None:
                 leaving = min(
-                    (actor for actor in self._actors() if actor.is_idle), key=lambda actor: actor.last_active, default=None
+                    (actor for actor in self._actors() if actor.is_idle),
+                    key=lambda actor: actor.last_active,
+                    default=None,
                 )
                 if leaving is None:
                     return None
@@ -297,8 +299,7 @@ class Shard:
     async def _admit(self, route: bytes, link: Link) -> EpochSupervisor:
         supervisor = EpochSupervisor(route, link, self)
         self._routes[route] = supervisor
-        assert self._nursery is not None
-        await self._nursery.start(self._supervise, supervisor)
+        await self._tasks.start(self._supervise, supervisor)
         return supervisor
 
     async def _supervise(
@@ -317,16 +318,25 @@ class Shard:
         async with open_nursery() as outer:
             outer.start_soon(self.stepper.run)
             try:
-                async with open_nursery() as self._nursery:
+                async with open_nursery() as nursery:
+                    self._nursery = nursery
                     task_status.started()
-                    await trio.sleep_forever()
+                    try:
+                        await trio.sleep_forever()
+                    finally:
+                        self._nursery = None  # it takes no more tasks, though sessions may still be ending in it
             finally:
                 outer.cancel_scope.cancel()
 
     def start_soon(self, function: Callable[..., Awaitable[object]], *args: object) -> None:
-        """Run a task among the shard's own: a link that it serves."""
-        assert self._nursery is not None
-        self._nursery.start_soon(function, *args)
+        """Run a task among the shard's own: a link that it serves. Raises :class:`LinkBroken` when the shard is ending."""
+        self._tasks.start_soon(function, *args)
+
+    @property
+    def _tasks(self) -> trio.Nursery:
+        if self._nursery is None:
+            raise LinkBroken(f"stage {self.name} is not running")
+        return self._nursery
 
 
 @asynccontextmanager
@@ -342,8 +352,9 @@ async def open_shard(
     """Run a shard for the length of the block.
 
     ``dial(own, successor)`` gives the boundary link to a next stage; the shard reads it with :meth:`Shard.watch_successor`,
-    which the dialer starts. ``fence_timeout``: seconds a fence waits for the next stage. ``time_to_live``: seconds after which an idle session is dropped. ``memory_budget``: bytes; exceeding it is refused
-    with :class:`~dgr.errors.BudgetExceeded`. The engine is not stopped: it belongs to the caller.
+    which the dialer starts. ``fence_timeout``: seconds a fence waits for the next stage. ``time_to_live``: seconds after
+    which an idle session is dropped. ``memory_budget``: bytes; exceeding it is refused with
+    :class:`~dgr.errors.BudgetExceeded`. The engine is not stopped: it belongs to the caller.
     """
     shard = Shard(
         engine,

@@ -189,8 +189,8 @@ class Relay:
     async def cut(self, *, clean: bool = False) -> None:
         """Close both streams; returns when they are closed.
 
-        Abruptly by default: what is held is lost, and TCP peers see a reset. A ``clean`` cut first passes on what is held
-        by now, as slowly as the directions are set to, and ends both streams in order.
+        Abruptly by default: what is held is lost, and TCP peers see a reset. A ``clean`` cut first passes on what is
+        held by now, as slowly as the directions are set to, and ends both streams in order.
         """
         if clean:
             self._cut_cleanly(self.rightward, self.leftward)
@@ -216,8 +216,9 @@ class Relay:
             for stream in self._streams:
                 await self._close(stream)
         finally:
-            for stream in self._streams:
-                await trio.aclose_forcefully(stream)
+            with trio.CancelScope(shield=True):
+                for stream in self._streams:
+                    await trio.aclose_forcefully(stream)
             self._closed.set()
 
     async def _watch(self, flow: Flow, opposite: Flow) -> None:
@@ -233,7 +234,8 @@ class Relay:
                 except (trio.BrokenResourceError, trio.ClosedResourceError):
                     self._cut_abruptly()
             case _End.STREAM:
-                self._cut_cleanly(opposite)  # such a stream ends both ways or not at all
+                self._orderly = True  # such a stream ends both ways or not at all
+                self._scope.cancel()
             case _End.DEAF:
                 pass  # whoever closed it shows in the other direction, behind its last words
 
@@ -254,8 +256,8 @@ async def open_relay(
 ) -> AsyncIterator[Relay]:
     """Join two streams for the length of the block; both are closed on the way out.
 
-    The relay owns the streams it is given: each must be the far end of what a party holds. ``capacity``: bytes that each
-    direction holds at most; then it stops reading, and the sender feels it.
+    The relay owns the streams it is given: each must be the far end of what a party holds. ``capacity``: bytes that
+    each direction holds at most; then it stops reading, and the sender feels it.
     """
     relay = Relay(left, right, capacity)
     async with open_nursery() as nursery:

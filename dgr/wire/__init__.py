@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dgr.wire import frames
 from dgr.wire.framing import Framer, Limits, Received, encode
-from dgr.wire.links import Link, memory_transports, open_link
+from dgr.wire.links import Link, open_link
+from dgr.wire.memory import memory_transports
 
 __all__ = ["Framer", "Limits", "Link", "Received", "encode", "frames", "memory_transports", "open_link"]

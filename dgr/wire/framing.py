@@ -114,17 +114,17 @@ def encode(
     ``stream`` (1..65535) must not be in use by another payload under way on the link. Raises :class:`FrameError` for
     whatever the other side would refuse: the sender of a bad frame learns of it, and the link lives on.
     """
+    try:
+        body = frames.encode_message(frame)
+        frames.decode(body)  # a struct does not check its own fields when it is made
+    except (msgspec.MsgspecError, OverflowError, UnicodeError) as error:
+        raise FrameError(f"{type(frame).__name__} breaks the schema: {error}") from error
     size = limits.payload(frame)
     view = memoryview(payload).cast("B") if payload is not None else memoryview(b"")
     if view.nbytes != size:
         raise FrameError(f"{type(frame).__name__} was given a payload of {view.nbytes} bytes; its fields say {size}")
-    body = frames.encode_message(frame)
     if len(body) > limits.message:
         raise FrameError(f"{type(frame).__name__} is {len(body)} bytes; the link agreed on {limits.message}")
-    try:
-        frames.decode(body)  # a struct does not check its own fields when it is made
-    except msgspec.DecodeError as error:
-        raise FrameError(f"{type(frame).__name__} breaks the schema: {error}") from error
     return _packets(body, view, stream, limits.fragment)
 
 
@@ -142,7 +142,8 @@ class _Assembly:
 
     def __init__(self, frame: Frame, size: int) -> None:
         self.frame = frame
-        self.buffer = bytearray(size)
+        # A view, because assigning to a slice of the bytearray itself copies twice.
+        self.buffer = memoryview(bytearray(size))
         self.filled = 0
 
 
@@ -244,7 +245,7 @@ class Framer:
                 self._target = None
                 if assembly.filled == len(assembly.buffer):
                     del self._assemblies[self._stream]
-                    done.append(Received(assembly.frame, memoryview(assembly.buffer)))
+                    done.append(Received(assembly.frame, assembly.buffer))
         return view[part.nbytes :]
 
     def _end_message(self, body: bytearray, done: list[Received]) -> None:

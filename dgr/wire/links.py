@@ -8,8 +8,8 @@ number; :meth:`Link.send` waits for room, first come first served.
 
 The receiver holds back the sender with *credits*: payload bytes may be sent only as far as the other side has granted
 them, and it grants them again when it has consumed a payload, so that what waits at a slow stage stays bounded. With a
-*heartbeat* an idle link sends a sign of life now and then, and a side that hears nothing at all for three heartbeats gives
-the other up: any byte counts as life.
+*heartbeat* a side that has nothing to say, or hears nothing, asks for a sign of life now and then, and one that hears
+nothing at all for three heartbeats gives the other up: any byte counts as life. Each side has a heartbeat of its own.
 
 A link that breaks is closed at once: the other side sees it, and so does whoever iterates here. Only after a failed write
 is it still read, because the other side's last words may wait there.
@@ -17,8 +17,8 @@ is it still read, because the other side's last words may wait there.
 
 from __future__ import annotations
 
+import contextlib
 import math
-import operator
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -31,7 +31,7 @@ from dgr.wire.frames import Boundary, Credit, Frame, Key, Logits, Ping, Pong
 from dgr.wire.framing import Framer, Limits, Packet, Received, encode
 from dgr.wire.nurseries import open_nursery
 
-__all__ = ["Link", "LinkStatistics", "memory_transports", "open_link"]
+__all__ = ["Link", "LinkStatistics", "open_link"]
 
 #: Read size; larger reads are several times slower through TLS.
 _READ = 65536
@@ -43,8 +43,8 @@ _WAITING = 4096
 _LAST_STREAM = 65535
 #: Heartbeats without a byte after which the other side is given up.
 _SILENT_BEATS = 3
-#: Chunks of 64 KiB that a memory transport holds each way.
-_MEMORY_CHUNKS = 16
+#: Nonce of a Ping that asks for a sign of life; the answer to it is nobody's business but the link's.
+_LIFE = 2**63 - 1
 
 
 @frozen
@@ -97,6 +97,8 @@ class Link:
         self._queued = 0
         self._work = trio.Event()
         self._idle = trio.lowlevel.ParkingLot()
+        #: When the last byte came, and when a sign of life was last asked for.
+        self._heard = self._asked = trio.current_time()
         self._writing_now = False
         self._writing = trio.CancelScope()
         self._received: deque[Received] = deque()
@@ -114,13 +116,16 @@ class Link:
             self._frames_sent, self._frames_received, self._bytes_sent, self._bytes_received, self._queued
         )
 
-    def agree(self, limits: Limits, credit: int | None, granted: int | None = None) -> None:
+    def agree(
+        self, limits: Limits, credit: int | None, granted: int | None = None, *, incoming: Limits | None = None
+    ) -> None:
         """Take the limits and the first credits that a handshake settled; nothing with a payload may be under way.
 
-        ``credit`` and ``granted`` as in :func:`open_link`.
+        ``credit`` and ``granted`` as in :func:`open_link`. ``incoming``: what may come, where that is less than what may
+        be sent.
         """
         self.limits = limits
-        self._framer.limits = limits
+        self._framer.limits = limits if incoming is None else incoming
         self._credit = credit
         self._framer.allowance = granted
 
@@ -152,7 +157,8 @@ class Link:
     async def send(self, frame: Frame, payload: bytes | bytearray | memoryview | None = None) -> None:
         """Queue a frame; with a payload, wait until there is room for it.
 
-        The payload is not copied, so it must not change any more. A send that is cancelled has queued nothing.
+        The payload is not copied, so it must not change any more. A send that is cancelled has
+        queued nothing, or all of it if room came at that very moment.
         """
         await trio.lowlevel.checkpoint_if_cancelled()
         if payload is None:
@@ -187,9 +193,11 @@ class Link:
         try:
             await outgoing.settled.wait()
         except trio.Cancelled:
-            self._waiting.remove(outgoing)
-            self._streams.discard(outgoing.stream)
-            self._admit()  # it may have stood before others
+            # Between the cancellation and this line it may have got room (and is sent), or the link may have ended.
+            if outgoing in self._waiting:
+                self._waiting.remove(outgoing)
+                self._streams.discard(outgoing.stream)
+                self._admit()  # it may have stood before others
             raise
         if not outgoing.admitted:
             self._check_open()
@@ -235,6 +243,8 @@ class Link:
 
     async def _write(self) -> None:
         while True:
+            if self._heartbeat is not None and trio.current_time() >= max(self._heard, self._asked) + self._heartbeat:
+                self._ask_for_life()  # what is sent does not tell whether the other side lives
             if self._control:
                 await self._put(self._control.popleft())
             elif self._turns:
@@ -252,8 +262,13 @@ class Link:
                 self._work = trio.Event()
                 with trio.move_on_after(math.inf if self._heartbeat is None else self._heartbeat) as quiet:
                     await self._work.wait()
-                if quiet.cancelled_caught and self._is_open:
-                    self.send_nowait(Ping(0))
+                if quiet.cancelled_caught:
+                    self._ask_for_life()
+
+    def _ask_for_life(self) -> None:
+        self._asked = trio.current_time()
+        if self._is_open:
+            self.send_nowait(Ping(_LIFE))
 
     async def _put(self, packet: Packet) -> int:
         """Write a packet; gives the payload bytes in it."""
@@ -325,6 +340,8 @@ class Link:
             case Ping():
                 if frame.nonce and self._is_open:
                     self.send_nowait(Pong(frame.nonce))
+            case Pong() if frame.nonce == _LIFE:
+                pass  # that it came is all it says
             case _:
                 return False
         return True
@@ -348,6 +365,7 @@ class Link:
             self._break(f"the other side was silent for {patience:g} s")
             self._end = LinkBroken(f"link {self.name}: {self._broken}")
             return
+        self._heard = trio.current_time()
         self._bytes_received += len(data)
         if not data:
             self._break("closed by the other side")
@@ -356,10 +374,8 @@ class Link:
             else:
                 self._end = StopAsyncIteration()
             return
-        try:
+        with contextlib.suppress(FrameError):  # kept in framer.error
             self._received.extend(self._framer.receive(data))
-        except FrameError:
-            pass  # kept in framer.error
         if self._framer.error is not None:
             self._end = self._framer.error
             self._break(f"the other side broke the protocol: {self._end}")
@@ -397,63 +413,3 @@ async def open_link(
             nursery.cancel_scope.cancel()
             with trio.CancelScope(shield=True):
                 await link.aclose()
-
-
-class _MemoryTransport(trio.abc.Stream):
-    """One end of an in-process byte pipe; bounded, ordered, no thread, no socket."""
-
-    def __init__(self, send: trio.MemorySendChannel[bytes], receive: trio.MemoryReceiveChannel[bytes]) -> None:
-        self._send = send
-        self._receive = receive
-        self._rest = b""
-        self._closed = False
-        self._receiving = False
-
-    async def send_all(self, data: bytes | bytearray | memoryview) -> None:
-        await self.wait_send_all_might_not_block()
-        view = memoryview(data).cast("B")
-        for start in range(0, view.nbytes, _READ):
-            # A copy: the two ends share no buffer, exactly as over a socket.
-            await self._send.send(bytes(view[start : start + _READ]))
-
-    async def wait_send_all_might_not_block(self) -> None:
-        await trio.lowlevel.checkpoint()
-        if self._closed:
-            raise trio.ClosedResourceError("this end was closed")
-
-    async def receive_some(self, max_bytes: int | None = None) -> bytes:
-        if max_bytes is not None and operator.index(max_bytes) < 1:
-            raise ValueError(f"max_bytes is {max_bytes}, must be at least 1")
-        if self._receiving:
-            raise trio.BusyResourceError("another task is receiving on this end")
-        self._receiving = True
-        try:
-            return await self._receive_some(max_bytes)
-        finally:
-            self._receiving = False
-
-    async def _receive_some(self, max_bytes: int | None) -> bytes:
-        if self._rest and not self._closed:
-            await trio.lowlevel.checkpoint()
-        else:
-            try:
-                self._rest = await self._receive.receive()
-            except trio.EndOfChannel:
-                return b""
-        limit = len(self._rest) if max_bytes is None else max_bytes
-        data, self._rest = self._rest[:limit], self._rest[limit:]
-        return data
-
-    async def aclose(self) -> None:
-        self._closed = True
-        self._rest = b""
-        self._send.close()
-        self._receive.close()
-        await trio.lowlevel.checkpoint()
-
-
-def memory_transports() -> tuple[trio.abc.Stream, trio.abc.Stream]:
-    """Two ends of an in-process transport."""
-    to_right, at_right = trio.open_memory_channel[bytes](_MEMORY_CHUNKS)
-    to_left, at_left = trio.open_memory_channel[bytes](_MEMORY_CHUNKS)
-    return _MemoryTransport(to_right, at_left), _MemoryTransport(to_left, at_right)

@@ -6,6 +6,7 @@ Between hosts TLS 1.3 with certificates on both sides is the rule; plain TCP nee
 from __future__ import annotations
 
 import ipaddress
+import re
 import ssl
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,9 +17,21 @@ from attrs import frozen
 
 from dgr.errors import DeadlineExceeded, InputError, LinkBroken
 
-__all__ = ["Credentials", "Transport", "accept_tls", "dial", "is_loopback", "listen", "parse_address", "peer_names"]
+__all__ = [
+    "Credentials",
+    "Transport",
+    "accept_tls",
+    "dial",
+    "is_loopback",
+    "listen",
+    "names_host",
+    "parse_address",
+    "peer_names",
+]
 
 Transport: TypeAlias = "trio.SocketStream | trio.SSLStream[trio.SocketStream]"
+
+_PORT = re.compile(r"[0-9]{1,5}")
 
 
 @frozen
@@ -37,8 +50,9 @@ class Credentials:
         context.verify_mode = ssl.CERT_REQUIRED
         try:
             context.load_verify_locations(self.ca)
-            context.load_cert_chain(self.certificate, self.key)
-        except (OSError, ssl.SSLError) as error:
+            # A key with a pass phrase is an error: OpenSSL would ask for it on the terminal.
+            context.load_cert_chain(self.certificate, self.key, password="")
+        except OSError as error:  # an SSLError is one
             raise InputError(
                 f"cannot load TLS credentials {self.ca}, {self.certificate}, {self.key}: {error}; `dgr keys` makes a set"
             ) from error
@@ -49,9 +63,20 @@ def parse_address(text: str) -> tuple[str, int]:
     """Read ``HOST:PORT`` or ``[IPV6]:PORT``. Raises :class:`InputError`."""
     host, colon, port = text.rpartition(":")
     host = host.removeprefix("[").removesuffix("]")
-    if not colon or not host or not port.isdecimal() or not 0 <= int(port) <= 65535:
+    if not colon or not _PORT.fullmatch(port) or int(port) > 65535 or not _is_host(host):
         raise InputError(f"address {text!r} is not HOST:PORT with a port from 0 to 65535, for example 10.0.0.1:7701")
     return host, int(port)
+
+
+def _is_host(host: str) -> bool:
+    """Whether a resolver can be asked for it: it raises anything but OSError for what is no name at all."""
+    if not host or not host.isascii() or not host.isprintable() or " " in host or host.startswith("."):
+        return False
+    try:
+        host.encode("idna")
+    except UnicodeError:
+        return False
+    return True
 
 
 def is_loopback(host: str) -> bool:
@@ -145,9 +170,21 @@ async def _handshake(stream: trio.SSLStream[trio.SocketStream], seconds: float, 
         raise
 
 
-def peer_names(stream: Transport) -> frozenset[str]:
-    """Names in the other side's certificate; empty over plain TCP."""
+def peer_names(stream: Transport) -> frozenset[str] | None:
+    """Names in the other side's certificate; None over plain TCP, where nobody vouches for a name."""
     if not isinstance(stream, trio.SSLStream):
-        return frozenset()
+        return None
     certificate: Mapping[str, tuple[tuple[str, str], ...]] = stream.getpeercert() or {}
     return frozenset(value for _kind, value in certificate.get("subjectAltName", ()))
+
+
+def names_host(names: frozenset[str], host: str) -> bool:
+    """Whether a certificate with these names is one of ``host``. IP addresses have many spellings, names two cases."""
+    return _canonical(host) in {_canonical(name) for name in names}
+
+
+def _canonical(host: str) -> str:
+    try:
+        return str(ipaddress.ip_address(host))
+    except ValueError:
+        return host.lower()

@@ -1,0 +1,104 @@
+"""A pipeline of actors and frames gives the bits of the whole model run by hand."""
+
+from __future__ import annotations
+
+import pytest
+import trio
+from attrs import evolve
+
+import dgr
+from dgr.engine.base import ContextParams, SamplingParams
+from dgr.testing.chain import open_chain
+from dgr.testing.mutants import Mutant, StaleRow, SwappedSideband
+
+CONTEXT = ContextParams(n_ctx=1024, n_seq_max=4)
+SPLIT = "0:15,15:29,29:43"
+
+
+def by_hand(path, prompt, decoded):
+    with open_chain(path, None, evolve(CONTEXT, n_seq_max=1)) as chain:
+        rows = chain.feed(prompt, chunk=512)
+        first, _ = chain.engines[-1].sample(rows, (), SamplingParams())
+        drawn, more = chain.decode(first, len(prompt), decoded)
+        return [first, *drawn], rows + more
+
+
+async def generated(session, prompt, count):
+    return [token.id async for token in session.generate(prompt, max_tokens=count, stop=())]
+
+
+async def all_logits(session, tokens, row):
+    rows = bytearray(row * len(tokens))
+
+    def take(position, values):
+        rows[position * row : position * row + values.nbytes] = values
+
+    await session.logits(tokens, take)
+    return bytes(rows)
+
+
+async def through_the_runtime(path, split, prompt, tokens, chunk):
+    """Greedy text, and the logits of prompt and text; two sessions at once, that share batches."""
+    found = {}
+    async with dgr.open_pipeline(path, split, context=CONTEXT, chunk=chunk) as pipeline:
+
+        async def generate():
+            async with pipeline.session() as session:
+                found["tokens"] = await generated(session, prompt, len(tokens))
+
+        async def logits():
+            async with pipeline.session() as session:
+                found["rows"] = await all_logits(session, [*prompt, *tokens[:-1]], 4 * pipeline.n_vocab)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(generate)
+            nursery.start_soon(logits)
+    return found["tokens"], found["rows"]
+
+
+async def test_text_and_logits_of_three_stages(tiny, prompt):
+    tokens, rows = await trio.to_thread.run_sync(by_hand, tiny, prompt(260), 12)
+    assert await through_the_runtime(tiny, SPLIT, prompt(260), tokens, 64) == (tokens, rows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("weights", "split", "chunk"),
+    [("f32", SPLIT, 64), ("mixed", "0:2,2:3,3:42,42:43", 512), ("q4_k", "0:1,1:43", 100)],
+)
+async def test_700_tokens_and_64_decode_steps(model, prompt, weights, split, chunk):
+    tokens, rows = await trio.to_thread.run_sync(by_hand, model(weights), prompt(700), 64)
+    assert await through_the_runtime(model(weights), split, prompt(700), tokens, chunk) == (tokens, rows)
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 64, None])
+async def test_chunks(small, prompt, pipeline_logits, chunk):
+    _, rows = by_hand(small, prompt(200), 0)
+    assert await pipeline_logits(small, "0:2,2:4,4:7", prompt(200), context=CONTEXT, chunk=chunk) == rows
+
+
+async def test_sessions_at_once_are_as_sessions_alone(small, prompt):
+    lengths = (5, 130, 257, 64)
+    alone = [by_hand(small, prompt(length, seed=length), 15)[0] for length in lengths]
+    found = {}
+    async with dgr.open_pipeline(small, "0:2,2:4,4:7", context=CONTEXT, chunk=50) as pipeline:
+
+        async def talk(length):
+            async with pipeline.session() as session:
+                found[length] = await generated(session, prompt(length, seed=length), 16)
+
+        async with trio.open_nursery() as nursery:
+            for length in lengths:
+                nursery.start_soon(talk, length)
+    assert [found[length] for length in lengths] == alone
+
+
+@pytest.mark.parametrize(("mutant", "equal"), [(Mutant, True), (SwappedSideband, False), (StaleRow, False)])
+async def test_a_mutant_among_the_stages_is_caught(small, prompt, open_stages, mutant, equal):
+    _, rows = by_hand(small, prompt(60), 0)
+    async with (
+        open_stages(small, "0:2,2:7", CONTEXT, mutate={1: mutant}) as running,
+        running.pipeline.session() as session,
+    ):
+        found = await all_logits(session, prompt(60), 4 * running.pipeline.n_vocab)
+    assert (found == rows) is equal

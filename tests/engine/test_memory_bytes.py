@@ -1,0 +1,103 @@
+"""Bytes of every state component, as native code allocates them, are those of the state map's formulae, to the byte."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+from attrs import evolve
+
+from dgr.engine.base import ContextParams
+from dgr.engine.llama import LlamaEngine, estimate_memory
+from dgr.model.artifact import Artifact
+from dgr.model.route import LayerRange
+from dgr.model.state_map import Component, ContextShape, state_map
+from dgr.model.v4 import V4_FLASH
+from dgr.testing.chain import cut_at
+from dgr.testing.fixture import write_fixture
+
+CONTEXTS = (
+    ContextParams(n_ctx=256),
+    ContextParams(n_ctx=4096, n_seq_max=3),
+    ContextParams(n_ctx=5000, n_ubatch=128, n_batch=128, n_seq_max=4, type_k="f32"),
+    ContextParams(n_ctx=33000, n_ubatch=2048, n_batch=2048, type_k="q8_0"),
+    ContextParams(n_ctx=131072, n_ubatch=32, n_batch=64, n_seq_max=2),
+    ContextParams(n_ctx=1048576),
+)
+
+
+def shape_of(context: ContextParams) -> ContextShape:
+    return ContextShape(context.n_ctx, min(context.n_ubatch, context.n_batch), context.n_seq_max, context.type_k)
+
+
+def wrong_bytes(
+    artifact: Artifact, ranges: Iterable[LayerRange], context: ContextParams, shape: ContextShape | None = None
+) -> Iterator[str]:
+    for layers in ranges:
+        native = estimate_memory(artifact, layers, context).state
+        for state in state_map(artifact.hp, layers, shape or shape_of(context)).components:
+            if native[state.component] != state.n_bytes:
+                yield f"{layers} {state.component}: {native[state.component]} allocated, {state.n_bytes} by formula"
+
+
+def two_way() -> list[LayerRange]:
+    return [layers for cut in range(1, 43) for layers in cut_at(43, (cut,))]
+
+
+@pytest.mark.parametrize("context", [CONTEXTS[2]])
+def test_every_cut_in_two(tiny: Path, context: ContextParams):
+    assert list(wrong_bytes(Artifact.open(tiny), two_way(), context)) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_every_cut_in_two_in_every_context(tiny: Path, context: ContextParams):
+    assert list(wrong_bytes(Artifact.open(tiny), [LayerRange(0, 43), *two_way()], context)) == []
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_some_ranges_in_every_context(tiny: Path, context: ContextParams):
+    ranges = [LayerRange.parse(text) for text in ("0:43", "0:2", "2:3", "3:4", "17:30")]
+    assert list(wrong_bytes(Artifact.open(tiny), ranges, context)) == []
+
+
+def test_the_published_widths(tmp_path: Path):
+    """V4 Flash itself: 284 G parameters as a hole in a file, a million tokens, nothing allocated."""
+    write_fixture(tmp_path / "real.gguf", preset="real", weights="mixed", sparse=True)
+    artifact = Artifact.open(tmp_path / "real.gguf")
+    ranges = [LayerRange.parse(text) for text in ("0:43", "0:11", "3:4")]
+    assert list(wrong_bytes(artifact, ranges, ContextParams(n_ctx=1048576))) == []
+    for n_ctx, total in ((32768, 271_466_496), (131072, 947_798_016), (1048576, 7_260_225_536)):
+        assert state_map(V4_FLASH, V4_FLASH.whole, ContextShape(n_ctx)).total_bytes == total
+
+
+def test_what_is_estimated_is_what_is_allocated(small: Path):
+    context = ContextParams(n_ctx=600, n_seq_max=2)
+    for text in ("0:7", "0:2", "3:4", "4:7"):
+        layers = LayerRange.parse(text)
+        engine = LlamaEngine(small, layers, context)
+        try:
+            assert engine.memory() == estimate_memory(small, layers, context)
+            assert set(engine.describe().components) == {name for name, size in engine.memory().state.items() if size}
+        finally:
+            engine.stop()
+
+
+def test_a_stage_owns_nothing_of_other_layers(tiny: Path):
+    artifact, context = Artifact.open(tiny), CONTEXTS[1]
+    whole = estimate_memory(artifact, None, context)
+    parts = [estimate_memory(artifact, layers, context) for layers in cut_at(43, (2, 3, 4, 20))]
+    for component in Component:
+        assert sum(part.state[component] for part in parts) == whole.state[component]
+    assert parts[0].state[Component.CSA] == parts[0].state[Component.HCA_RING] == 0
+    assert parts[1].state[Component.HCA] == parts[2].state[Component.INDEXER] == 0
+
+
+@pytest.mark.parametrize(
+    "mistake", [{"n_ctx": 5121}, {"n_ubatch": 129}, {"n_seq_max": 5}, {"type_k": "f16"}], ids=lambda m: next(iter(m))
+)
+def test_a_formula_off_by_one_step_is_caught(tiny: Path, mistake: dict[str, object]):
+    context = CONTEXTS[2]
+    wrong = evolve(shape_of(context), **mistake)
+    assert list(wrong_bytes(Artifact.open(tiny), [LayerRange(0, 43)], context, wrong)) != []

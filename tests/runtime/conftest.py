@@ -1,0 +1,17 @@
+"""The same schedule in every run: trio shuffles tasks that are ready, on purpose, and these tests must not depend on luck.
+
+``DGR_TEST_SCHEDULE`` in the environment chooses another schedule, to look for races.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import trio
+
+
+@pytest.fixture(autouse=True)
+def same_schedule(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trio._core._run, "_ALLOW_DETERMINISTIC_SCHEDULING", True)
+    trio._core._run._r.seed(int(os.environ.get("DGR_TEST_SCHEDULE", "0")))

@@ -1,0 +1,156 @@
+"""Fake stages by name, pipelines over them, and what a conversation must give."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import lru_cache
+
+import trio.testing
+from attrs import evolve
+
+from dgr.engine.base import ContextParams, LogitsWanted, SamplingParams, Work
+from dgr.model.route import LayerRange, Route, StageRef, parse_split
+from dgr.runtime.client import GeneratedToken, Generation
+from dgr.runtime.events import Event
+from dgr.runtime.local import LocalCluster, ShardPolicy, open_cluster
+from dgr.runtime.pipeline import Pipeline, Timeouts, open_pipeline_on
+from dgr.runtime.shard import Shard
+from dgr.testing.fake import FakeEngine, FakeModel
+
+MODEL = FakeModel()
+CONTEXT = ContextParams(n_ctx=96, n_batch=16, n_ubatch=8, n_seq_max=3)
+#: One, two and three stages of the same model.
+WHOLE, TWO, THREE = "0:6", "0:2,2:6", "0:1,1:4,4:6"
+#: Short enough that a test which waits in vain shows it in its clock.
+TIMEOUTS = Timeouts(reply=20.0, control=10.0, route=30.0)
+
+
+class Stages:
+    """A cluster of fake stages; a stage is named by its layers, so every split finds its own."""
+
+    def __init__(self, cluster: LocalCluster, context: ContextParams, policy: ShardPolicy) -> None:
+        self.cluster = cluster
+        self.context = context
+        self.policy = policy
+        self.engines: dict[str, FakeEngine] = {}
+
+    async def start(self, name: str, engine: FakeEngine | None = None) -> FakeEngine:
+        """Start the stage ``A:B`` (or ``A:B#x``: another one of the same layers), again if it was stopped."""
+        layers = LayerRange.parse(name.partition("#")[0])
+        engine = engine or FakeEngine(layers, self.context)
+        await self.cluster.start(name, engine, self.policy)
+        self.engines[name] = engine
+        return engine
+
+    def route(self, split: str) -> Route:
+        names = split.split(",")
+        ranges = parse_split(",".join(name.partition("#")[0] for name in names), MODEL.n_layers)
+        return Route(tuple(StageRef(name, layers) for name, layers in zip(names, ranges, strict=True)))
+
+    def pipeline(self, split: str, *, timeouts: Timeouts = TIMEOUTS, **options) -> AbstractAsyncContextManager[Pipeline]:
+        return open_pipeline_on(self.cluster.connect, self.route(split), timeouts=timeouts, **options)
+
+    def shard(self, name: str) -> Shard:
+        return self.cluster.shards[name]
+
+    def tokens_run(self, split: str) -> list[int]:
+        """Tokens that each stage of a split has run since it started."""
+        return [self.engines[name].tokens_run for name in split.split(",")]
+
+    async def assert_empty(self) -> None:
+        """Nothing is held anywhere once everything has come to rest."""
+        await trio.testing.wait_all_tasks_blocked()
+        for name, shard in self.cluster.shards.items():
+            seen = shard.statistics()
+            assert (seen.routes, seen.sessions, seen.leased_bytes) == (0, 0, 0), f"{name}: {seen}"
+            engine = self.engines[name]
+            for slot in range(self.context.n_seq_max):
+                frontier = engine.frontier(slot)
+                assert frontier.position == 0
+                assert all(part.rows_max == 0 for part in frontier.components)
+
+    def assert_consistent(self) -> None:
+        """The ledger, the actors and the engines agree."""
+        for name, shard in self.cluster.shards.items():
+            seen = shard.statistics()
+            per_slot = sum(self.engines[name].memory().state.values()) // self.context.n_seq_max
+            assert seen.leased_bytes == seen.sessions * per_slot, f"{name}: {seen}"
+            assert sum(seen.leased.values()) == seen.leased_bytes
+            assert len(shard.ledger.leases) == seen.sessions
+            held = {lease.slot for lease in shard.ledger.leases}
+            for slot in set(range(self.context.n_seq_max)) - held:
+                assert self.engines[name].position(slot) == 0, f"{name}: slot {slot} is free and not empty"
+
+
+@asynccontextmanager
+async def open_stages(
+    *splits: str, context: ContextParams = CONTEXT, policy: ShardPolicy | None = None
+) -> AsyncIterator[Stages]:
+    """All stages of some splits; nothing may be left when the block ends."""
+    async with open_cluster() as cluster:
+        stages = Stages(cluster, context, policy or ShardPolicy())
+        for name in dict.fromkeys(name for split in splits for name in split.split(",")):
+            await stages.start(name)
+        yield stages
+        await stages.assert_empty()
+
+
+@lru_cache(maxsize=4096)
+def _reference(prompt: tuple[int, ...], count: int, sampling: SamplingParams) -> tuple[int, ...]:
+    room = len(prompt) + count
+    engine = FakeEngine(None, evolve(CONTEXT, n_ctx=room, n_batch=room, n_ubatch=room, n_seq_max=1))
+    history, new = list(prompt), list(prompt)
+    for _ in range(count):
+        position = len(history) - len(new)
+        (output,) = engine.run([Work(0, position, new, logits=LogitsWanted.LAST)])
+        assert output.logits is not None
+        new = [engine.sample(output.logits, history, sampling)[0]]
+        history += new
+    return tuple(history[len(prompt) :])
+
+
+def reference(prompt: Sequence[int], count: int, sampling: SamplingParams | None = None) -> list[int]:
+    """What the whole model, undisturbed, answers to a prompt."""
+    return list(_reference(tuple(prompt), count, sampling or SamplingParams()))
+
+
+async def take(generation: Generation, count: int | None = None) -> list[int]:
+    """The ids of the next ``count`` tokens, or of all."""
+    return [token.id for token in await take_tokens(generation, count)]
+
+
+async def take_tokens(generation: Generation, count: int | None = None) -> list[GeneratedToken]:
+    tokens: list[GeneratedToken] = []
+    while count is None or len(tokens) < count:
+        try:
+            tokens.append(await anext(generation))
+        except StopAsyncIteration:
+            break
+    return tokens
+
+
+def seen(events: trio.MemoryReceiveChannel[Event]) -> list[Event]:
+    """The events that came so far."""
+    found: list[Event] = []
+    while True:
+        try:
+            found.append(events.receive_nowait())
+        except (trio.WouldBlock, trio.EndOfChannel):
+            return found
+
+
+def kinds(events: Sequence[Event]) -> list[str]:
+    return [type(event).__name__ for event in events]
+
+
+@asynccontextmanager
+async def held(shard: Shard) -> AsyncIterator[None]:
+    """Nothing runs on a shard for the length of the block, as behind a long step: frames queue, slots are not cleared."""
+    async with shard.stepper._lock:
+        yield
+
+
+async def rest() -> None:
+    """Until everything has come to rest."""
+    await trio.testing.wait_all_tasks_blocked()
