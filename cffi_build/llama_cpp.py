@@ -32,7 +32,7 @@ import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import patch_ng
 
@@ -143,7 +143,7 @@ class Flavour:
 
     def __init__(self, *, patched: bool, cc: str, cxx: str) -> None:
         self.patched = patched
-        self.cc = shutil.which(cc) or cc  # as CMake names it
+        self.cc = shutil.which(cc) or cc
         self.cxx = shutil.which(cxx) or cxx
         self.patch_digest = patch_digest() if patched else "unpatched"
         self.cmake_args = [*CMAKE_ARGS, *shlex.split(os.environ.get("DGR_LLAMA_CMAKE_ARGS", ""))]
@@ -154,7 +154,7 @@ class Flavour:
             "recipe": RECIPE,
             "tree": PIN["tree"]["sha256"],
             "patches": self.patch_digest,
-            "compilers": [self.cc, compiler_version(self.cc), self.cxx, compiler_version(self.cxx)],
+            "compilers": [[os.path.realpath(name), compiler_version(name)] for name in (self.cc, self.cxx)],
             "cmake_args": self.cmake_args,
             "environment": {name: os.environ.get(name, "") for name in ("CFLAGS", "CXXFLAGS", "CPPFLAGS", "LDFLAGS")},
             "cpu": cpu_features(),
@@ -193,6 +193,20 @@ def fetch_sdist() -> Path:
     return path
 
 
+def unpack(sdist: Path, target: Path) -> None:
+    """Write the regular files under the used paths. (Python 3.11.2, Debian's, has no extraction filters yet.)"""
+    root = f"{PIN['sdist']['root']}/"
+    with tarfile.open(sdist) as archive:
+        for member in archive:
+            path = PurePosixPath(member.name.removeprefix(root))
+            used = member.name.startswith(root) and path.parts[0] in PIN["tree"]["paths"] and ".." not in path.parts
+            content = archive.extractfile(member) if used and member.isfile() else None
+            if content is not None:
+                file = target / path
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_bytes(content.read())
+
+
 def copy_used_paths(target: Path) -> None:
     """Put the used paths of the pristine tree into `target` and check their digest."""
     if checkout := os.environ.get("DGR_LLAMA_CPP_SOURCE"):
@@ -205,13 +219,7 @@ def copy_used_paths(target: Path) -> None:
                 shutil.copy2(source, target / used)
     else:
         origin = PIN["sdist"]["file"]
-        root = f"{PIN['sdist']['root']}/"
-        used_paths = tuple(PIN["tree"]["paths"])
-        with tarfile.open(fetch_sdist()) as archive:
-            for member in archive:
-                relative = member.name.removeprefix(root)
-                if relative != member.name and relative.split("/")[0] in used_paths:
-                    archive.extract(member.replace(name=relative, deep=False), target, filter="data")
+        unpack(fetch_sdist(), target)
     if (found := tree_digest(target)) != PIN["tree"]["sha256"]:
         raise BuildError(f"the tree of {origin} has digest {found}, the pin says {PIN['tree']['sha256']}")
 

@@ -22,6 +22,7 @@ __all__ = [
     "InvalidRoute",
     "InvalidToken",
     "LinkBroken",
+    "MtpNotExecutable",
     "NonFinite",
     "NumericsRefused",
     "Overloaded",
@@ -65,6 +66,10 @@ class ContextLimitExceeded(InputError):
 
 class NumericsRefused(InputError):
     """Exact numerics were asked for with a weight or K-cache type that is not exact on this machine."""
+
+
+class MtpNotExecutable(InputError):
+    """Something asked for multi-token prediction, which dgr knows by contract only; the message names its version."""
 
 
 class BudgetExceeded(InputError):

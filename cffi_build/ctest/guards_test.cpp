@@ -2,7 +2,9 @@
 // had been asked.
 #include "check.h"
 
+#include <chrono>
 #include <limits>
+#include <thread>
 
 static bool message_has(const char * part) {
     return strstr(dgr_last_error(), part) != nullptr;
@@ -180,6 +182,32 @@ static void aborted(const char * model) {
     CHECK(message_has("aborted"));
 }
 
+// From another thread, while tokens run.
+static void aborted_in_flight(const char * model) {
+    pipeline whole(model, { 0, 43 }, small_params(0, 0));
+    const stage_ptr & stage = whole.stages[0];
+    std::thread other([&] {
+        std::this_thread::sleep_for(std::chrono::milliseconds(30));
+        dgr_stage_abort(stage.get());
+    });
+    int32_t status;
+    do {
+        batch b;
+        for (int32_t i = 0, begin = position(stage, 2); i < 128; ++i) {
+            b.add(2, begin + i, 5);
+        }
+        status = b.run(stage);
+        if (status == DGR_ERR_FULL) {
+            status = dgr_stage_clear(stage.get(), 2);
+        }
+    } while (status == DGR_OK);
+    other.join();
+    CHECK(status == DGR_ERR_LOST);
+    CHECK(message_has("aborted"));
+    CHECK(dgr_stage_clear(stage.get(), 2) == DGR_OK);
+    CHECK(position(stage, 2) == 0);
+}
+
 int main(int argc, char ** argv) {
     CHECK(argc == 2);
     const char * model = argv[1];
@@ -202,4 +230,5 @@ int main(int argc, char ** argv) {
     full(model);
     dry_run(model);
     aborted(model);
+    aborted_in_flight(model);
 }

@@ -61,7 +61,7 @@ def _as_json(report: RouteReport) -> dict[str, Any]:
 def _print(report: RouteReport) -> None:
     for stage in report.stages:
         if stage.identity is None or stage.round_trip is None or stage.bandwidth is None:
-            print(f"{stage.address:<24} {stage.layers:<6} not reached")
+            print(f"{stage.address:<24} {stage.layers:<6} of no use: see below")
         else:
             print(
                 f"{stage.address:<24} {stage.layers:<6} round trip {1e3 * stage.round_trip:8.3f} ms"

@@ -62,21 +62,23 @@ def run(args: argparse.Namespace) -> int:
 
 def _open(args: argparse.Namespace, shards: list[Shard]) -> AbstractAsyncContextManager[Pipeline]:
     if args.route is None:
-        return _open_local(args, shards, args.split)
+        return _open_local(args, shards)
     if args.split is not None:
         raise InputError("--split cuts a model in this process, --route names stages elsewhere; give one of them")
     file = read_route_file(args.route)
+    if args.model is None and file.model is not None:
+        args.model = str(file.model)
+    if args.model is None:
+        raise InputError("text needs a vocabulary: give --model GGUF, or `model` in the route file")
     return open_route(file, policy=link_policy_of(args, file.tls), model=args.model, chunk=args.chunk)
 
 
-def _open_local(
-    args: argparse.Namespace, shards: list[Shard], split: str | None
-) -> AbstractAsyncContextManager[Pipeline]:
+def _open_local(args: argparse.Namespace, shards: list[Shard]) -> AbstractAsyncContextManager[Pipeline]:
     if args.model is None:
         raise InputError("give --model GGUF, or --route TOML for stages elsewhere")
     return open_pipeline(
         args.model,
-        split,
+        args.split,
         context=context_of(args),
         threads=args.threads,
         mmap=args.mmap,
@@ -214,6 +216,7 @@ async def logits_digest(pipeline: Pipeline, tokens: list[int]) -> tuple[str, int
 
 async def _verify(args: argparse.Namespace, pipeline: Pipeline, transcript: list[int]) -> dict[str, Any]:
     ours, rows = await logits_digest(pipeline, transcript)
-    async with _open_local(args, [], None) as whole:
+    context = attrs.evolve(pipeline.context, n_seq_max=1)
+    async with open_pipeline(args.model, context=context, threads=args.threads, mmap=args.mmap) as whole:
         theirs, _ = await logits_digest(whole, transcript)
     return {"equal": ours == theirs, "rows": rows, "digest": ours, "whole_digest": theirs}

@@ -8,7 +8,9 @@ from typing import Any
 
 import attrs
 
+from dgr.cli.inspect_identity import show_cuts, show_identity
 from dgr.cli.tables import layer_runs, render_table
+from dgr.errors import InputError
 from dgr.model.artifact import Artifact
 from dgr.model.route import LayerRange
 from dgr.model.state_map import ContextShape, StateMap, state_map
@@ -29,16 +31,30 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
         "inspect",
         help="show a model, or the state a layer range owns",
         description="Show hyper-parameters, layer schedule and bytes of weights; with --layers or --ctx, the state"
-        " that a layer range owns. No weights are read.",
+        " that a layer range owns; with --cuts, where it may be cut; with --identity, what a handshake compares. Only"
+        " --identity reads weights, once.",
     )
-    parser.add_argument("model", metavar="MODEL", help=f"a GGUF file, or {_BUILT_IN} for the published widths")
-    parser.add_argument("--layers", metavar="A:B", help="layer range whose state to show (default: all, with --ctx)")
+    parser.add_argument(
+        "model", metavar="MODEL", help=f"a GGUF file (the first, if in parts), or {_BUILT_IN} for the published widths"
+    )
+    parser.add_argument("--layers", metavar="A:B", help="layer range to show (default: all, with --ctx)")
     parser.add_argument("--ctx", type=int, metavar="N", help=f"tokens per session (default: {_DEFAULT_CTX})")
     parser.add_argument(
         "--ubatch", type=int, default=512, metavar="N", help="tokens per native sub-batch (default: 512)"
     )
     parser.add_argument("--sessions", type=int, default=1, metavar="S", help="sequence slots (default: 1)")
     parser.add_argument("--type-k", default="f16", metavar="TYPE", help="K-cache type: f16, f32, q8_0 (default: f16)")
+    parser.add_argument("--cuts", action="store_true", help="show the valid cuts, and what is not supported and why")
+    parser.add_argument(
+        "--identity", action="store_true", help="show identity and digests of model, range, wire schema and kernels"
+    )
+    parser.add_argument(
+        "--manifest",
+        nargs="?",
+        const="",
+        metavar="FILE",
+        help="with --identity: write the manifest, which a host with some parts needs (default: beside the model)",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
 
@@ -64,10 +80,15 @@ def _schedule(hp: HyperParameters, artifact: Artifact | None) -> list[dict[str, 
 def _model_object(name: str, hp: HyperParameters, artifact: Artifact | None) -> dict[str, Any]:
     found: dict[str, Any] = {"model": name, "hyper_parameters": attrs.asdict(hp), "layers": _schedule(hp, artifact)}
     if artifact is not None:
+        known = artifact.known_manifest()
         found |= {
-            "file_bytes": artifact.file.file_bytes,
-            "identity": artifact.identity,
-            "n_tensors": len(artifact.file.tensors),
+            "file_bytes": artifact.file_bytes,
+            "files": [str(path) for path in artifact.parts.paths],
+            "missing_files": [str(path) for path in artifact.parts.missing],
+            "slice": str(artifact.layers) if artifact.is_slice else None,
+            # Known once its weights were read: `dgr inspect --identity`, or any stage that ran.
+            "identity": None if known is None else known.identity,
+            "n_tensors": len(artifact.tensors),
             "weight_bytes": artifact.weight_bytes(hp.whole),
             "head_bytes": artifact.head_bytes,
             "tail_bytes": artifact.tail_bytes,
@@ -104,12 +125,21 @@ def _facts(hp: HyperParameters) -> list[tuple[str, str]]:
     ]
 
 
+def _file_facts(artifact: Artifact) -> str:
+    parts, n_here = artifact.parts, len(artifact.located)
+    facts = f"{human_bytes(artifact.file_bytes)}, {n_here} tensors"
+    if len(parts.paths) > 1:
+        facts += f" in {len(parts.present)} of {len(parts.paths)} parts"
+    return facts + (f"; a slice: layers {artifact.layers}" if artifact.is_slice else "")
+
+
 def _print_model(name: str, hp: HyperParameters, artifact: Artifact | None) -> None:
     facts = [("model", name)]
     if artifact is not None:
         types = ", ".join(kind.label for kind in artifact.matrix_types(hp.whole))
-        facts.append(("file", f"{human_bytes(artifact.file.file_bytes)}, {len(artifact.file.tensors)} tensors"))
-        facts.append(("identity", artifact.identity))
+        known = artifact.known_manifest()
+        facts.append(("file", _file_facts(artifact)))
+        facts.append(("identity", "not read yet (dgr inspect --identity)" if known is None else known.identity))
         facts.append(("matrix types", types))
     print(render_table(facts + _facts(hp)))
     print()
@@ -201,6 +231,14 @@ def _print_map(name: str, owned: StateMap, artifact: Artifact | None) -> None:
 def run(args: argparse.Namespace) -> int:
     artifact = None if args.model == _BUILT_IN else Artifact.open(args.model)
     hp = V4_FLASH if artifact is None else artifact.hp
+    if args.manifest is not None and not args.identity:
+        raise InputError("--manifest writes what --identity finds; give both")
+    if args.cuts:
+        return show_cuts(args, hp)
+    if args.identity:
+        if artifact is None:
+            raise InputError(f"{_BUILT_IN} stands for widths, not for weights; give a GGUF file to --identity")
+        return show_identity(args, artifact)
     if args.layers is None and args.ctx is None:
         if args.json:
             print(json.dumps(_model_object(args.model, hp, artifact)))

@@ -7,6 +7,7 @@ import datetime
 import ipaddress
 import json
 import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,13 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric import ec
 
 __all__ = ["make_keys", "register", "run"]
+
+#: A host name, or a part of one; what else a certificate could name nobody can dial.
+_NAME = re.compile(
+    r"(?=.{1,253}$)[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?(\.[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?)*"
+)
+#: Certificates of the CA hold ten times as long as those of hosts; a century is more than anyone's cluster.
+_MOST_DAYS = 36_500
 
 
 def register(subparsers: argparse._SubParsersAction[Any]) -> None:
@@ -35,8 +43,8 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.days < 1:
-        raise InputError(f"--days is {args.days}; certificates must hold at least a day")
+    if not 1 <= args.days <= _MOST_DAYS:
+        raise InputError(f"--days is {args.days}; give 1 to {_MOST_DAYS}")
     written = make_keys(Path(args.out), args.hosts, args.days)
     if args.json:
         print(json.dumps({"files": [str(path) for path in written]}))
@@ -47,11 +55,24 @@ def run(args: argparse.Namespace) -> int:
 
 
 def make_keys(folder: Path, hosts: list[str], days: int) -> list[Path]:
-    """Write what is missing; an existing CA is used again. Gives the paths written."""
+    """Make certificates for hosts; an existing CA is used again. Gives the paths written.
+
+    Raises :class:`InputError`; no certificate was written then.
+    """
     try:
         from cryptography.hazmat.primitives.asymmetric import ec
     except ImportError as error:
         raise InputError("dgr keys needs the extra 'keys': pip install 'dgr[keys]'") from error
+    for host in hosts:
+        if not _is_host(host) or host == "ca":
+            raise InputError(
+                f"{host!r} is no host name or IP address; name hosts as stages are reached, without a port"
+            )
+        for path in (folder / f"{host}.pem", folder / f"{host}.key"):
+            if path.exists():
+                raise InputError(
+                    f"{path} exists already; remove {host}.pem and {host}.key to make a new certificate for {host}"
+                )
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     written: list[Path] = []
     ca_path, ca_key_path = folder / "ca.pem", folder / "ca.key"
@@ -63,15 +84,19 @@ def make_keys(folder: Path, hosts: list[str], days: int) -> list[Path]:
         ca_key = ec.generate_private_key(ec.SECP256R1())
         ca = _certificate("dgr cluster CA", [], ca_key, None, ca_key, days * 10)
         written += _write(ca_path, ca, ca_key_path, ca_key)
-    for host in hosts:
-        path = folder / f"{host}.pem"
-        if not host or "/" in host or host in ("ca", ".", ".."):
-            raise InputError(f"{host!r} is no host name or IP address")
-        if path.exists():
-            raise InputError(f"{path} exists already; remove it to make a new certificate for {host}")
+    for host in dict.fromkeys(hosts):
         key = ec.generate_private_key(ec.SECP256R1())
-        written += _write(path, _certificate(host, [host], key, ca, ca_key, days), folder / f"{host}.key", key)
+        certificate = _certificate(host, [host], key, ca, ca_key, days)
+        written += _write(folder / f"{host}.pem", certificate, folder / f"{host}.key", key)
     return written
+
+
+def _is_host(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return _NAME.fullmatch(text) is not None
+    return "%" not in text  # no zone of this host alone
 
 
 def _load(path: Path, key_path: Path) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:
@@ -79,10 +104,18 @@ def _load(path: Path, key_path: Path) -> tuple[x509.Certificate, ec.EllipticCurv
     from cryptography.hazmat.primitives.asymmetric import ec
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
-    key = load_pem_private_key(key_path.read_bytes(), password=None)
-    if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise InputError(f"{key_path} is no elliptic-curve key; choose another folder for a new CA")
-    return x509.load_pem_x509_certificate(path.read_bytes()), key
+    try:
+        key = load_pem_private_key(key_path.read_bytes(), password=None)
+        certificate = x509.load_pem_x509_certificate(path.read_bytes())
+    except (ValueError, TypeError) as error:
+        raise InputError(f"cannot read the CA of {path} and {key_path}: {error}; choose another folder") from error
+    if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != certificate.public_key():
+        raise InputError(f"{key_path} is not the elliptic-curve key of {path}; choose another folder for a new CA")
+    if certificate.not_valid_after_utc < datetime.datetime.now(datetime.UTC):
+        raise InputError(
+            f"{path} expired on {certificate.not_valid_after_utc:%Y-%m-%d}; make a new CA in another folder"
+        )
+    return certificate, key
 
 
 def _certificate(

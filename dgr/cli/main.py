@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from dgr.cli import doctor, fixture, generate, inspect, keys, logits, selftest, stage, up
+from dgr.cli import doctor, fixture, generate, inspect, keys, logits, plan, selftest, slices, stage, up
 from dgr.cli.exit_codes import BAD_INPUT, FAILED, INTERRUPTED
 from dgr.engine.native import build_info
 from dgr.errors import DgrError, InputError
@@ -35,7 +35,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=_Version)
     parser.add_argument("--log", metavar="LEVEL", default="warning", help="log level: debug, info, warning, error")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (generate, logits, stage, up, doctor, keys, inspect, fixture, selftest):
+    for command in (generate, logits, plan, slices, stage, up, doctor, keys, inspect, fixture, selftest):
         command.register(subparsers)
     return parser
 

@@ -14,10 +14,12 @@ from typing import Any
 import trio
 
 from dgr.cli.exit_codes import BAD_INPUT
-from dgr.errors import InputError
+from dgr.cli.options import add_link_arguments, link_policy_of
+from dgr.errors import InputError, InvalidRoute
 from dgr.model.artifact import Artifact
 from dgr.model.route import StageRef
 from dgr.model.route_file import RouteFile, read_route_file
+from dgr.runtime.remote import LinkPolicy
 from dgr.wire.nurseries import open_nursery
 from dgr.wire.tcp import is_loopback, parse_address
 
@@ -49,6 +51,7 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
         "--threads", type=int, metavar="N", help="compute threads of each stage (default: cores / stages)"
     )
     parser.add_argument("--only", action="append", metavar="ADDRESS", help="start only this stage (may be repeated)")
+    add_link_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print JSON lines: one for every start and end of a stage")
     parser.set_defaults(run=run)
 
@@ -72,7 +75,9 @@ def _local(file: RouteFile, only: list[str] | None) -> list[StageRef]:
     return local
 
 
-def stage_command(file: RouteFile, ref: StageRef, model: Path, threads: int, sessions: int) -> list[str]:
+def stage_command(
+    file: RouteFile, ref: StageRef, model: Path, threads: int, sessions: int, policy: LinkPolicy
+) -> list[str]:
     """The command line of one stage."""
     flags = {
         "n_ctx": "--ctx",
@@ -88,28 +93,43 @@ def stage_command(file: RouteFile, ref: StageRef, model: Path, threads: int, ses
             command += [flag, str(file.context[key])]
     if file.context.get("flash_attn") is False:
         command += ["--flash-attn", "off"]
-    if file.tls is not None:
-        for flag, path in zip(("--tls-ca", "--tls-cert", "--tls-key"), file.tls, strict=True):
-            command += [flag, str(path)]
-    return [*command, "--json", "--until-stdin-closes"]
+    if (tls := policy.credentials) is not None:
+        command += ["--tls-ca", str(tls.ca), "--tls-cert", str(tls.certificate), "--tls-key", str(tls.key)]
+    if policy.allow_plain:
+        command += ["--allow-plain"]
+    return [*command, "--heartbeat", f"{policy.heartbeat:g}", "--json", "--until-stdin-closes"]
 
 
 async def _up(args: argparse.Namespace) -> None:
     file = read_route_file(args.route)
-    model = Path(args.model) if args.model else file.model
+    model = Path(args.model) if args.model else file.model or next(iter(file.stage_models.values()), None)
     if model is None:
         raise InputError("give --model GGUF, or `model` in the route file")
-    file.route.check(Artifact.open(model).hp.n_layers)
+    artifact = Artifact.open(model)
+    if file.artifact not in (None, artifact.identity):
+        raise InvalidRoute(f"{model} is artifact {artifact.identity}; the route is for {file.artifact}")
+    file.route.check(artifact.hp.n_layers)
+    policy = link_policy_of(args, file.tls)
     stages = _local(file, args.only)
     threads = args.threads or max(1, len(os.sched_getaffinity(0)) // len(stages))
+    refusals: list[str] = []
     async with open_nursery() as nursery:
+
+        async def keep(ref: StageRef) -> None:
+            stage_model = file.stage_models.get(ref.address, model)
+            command = stage_command(file, ref, stage_model, threads, args.sessions, policy)
+            await _keep(ref, command, _reporter(args.json))
+            refusals.append(f"stage {ref.address} ({ref.layers}) refuses its arguments; its own message is above")
+            nursery.cancel_scope.cancel()
+
         for ref in stages:
-            command = stage_command(file, ref, model, threads, args.sessions)
-            nursery.start_soon(_keep, ref, command, _reporter(args.json))
+            nursery.start_soon(keep, ref)
         with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
             async for _ in signals:
                 break
         nursery.cancel_scope.cancel()
+    if refusals:
+        raise InputError(refusals[0])
 
 
 def _reporter(as_json: bool) -> Any:
@@ -124,7 +144,7 @@ def _reporter(as_json: bool) -> Any:
 
 
 async def _keep(ref: StageRef, command: list[str], report: Any) -> None:
-    """Run a stage again and again; only one that refuses its arguments is not started anew."""
+    """Run a stage again and again; returns only when it refuses its arguments."""
     pause = _FIRST_PAUSE
     while True:
         began = trio.current_time()
@@ -132,7 +152,7 @@ async def _keep(ref: StageRef, command: list[str], report: Any) -> None:
         if trio.current_time() - began > _SETTLED:
             pause = _FIRST_PAUSE
         if code == BAD_INPUT:
-            raise InputError(f"stage {ref.address} ({ref.layers}) refuses its arguments; its own message is above")
+            return
         report(ref, "ended", code=code, again_in_seconds=pause)
         await trio.sleep(pause)
         pause = min(2 * pause, _LAST_PAUSE)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ from dgr.engine.base import (
     TopLogprob,
     Work,
 )
+from dgr.engine.files import native_path
 from dgr.engine.native import Native, default_native, kernel_fingerprint, runtime_version
 from dgr.engine.numerics import require_certified
 from dgr.errors import EngineError, InputError
@@ -70,7 +73,8 @@ def _open(
     params.check_tensors = options.get("check_tensors", False)
     params.dry_run = options.get("dry_run", False)
     out = native.ffi.new("dgr_stage **")
-    native.check(native.lib.dgr_stage_open(str(artifact.file.path).encode(), params, out), f"stage {layers}")
+    with native_path(artifact, sizes_only=params.dry_run) as path:
+        native.check(native.lib.dgr_stage_open(os.fsencode(path), params, out), f"stage {layers}")
     return out[0]
 
 
@@ -93,7 +97,7 @@ def estimate_memory(
 ) -> MemoryReport:
     """What a stage would allocate, to the byte as the native allocator counts it, with nothing allocated."""
     artifact = model if isinstance(model, Artifact) else Artifact.open(model)
-    layers = layers or artifact.hp.whole
+    layers = layers or artifact.layers
     artifact.hp.check_range(layers)
     native = default_native()
     stage = _open(native, artifact, layers, context or ContextParams(), {"dry_run": True})
@@ -120,7 +124,7 @@ class LlamaEngine:
         native: Native | None = None,
         certified_only: bool = True,
     ) -> None:
-        """Load the layers' tensors (all layers by default) and allocate their state.
+        """Load the layers' tensors (all that the artifact holds by default) and allocate their state.
 
         ``threads``: compute threads; more than the free cores is hundreds of times slower (ggml spins).
         ``certified_only``: with exact numerics, refuse types that the invariance suite has not passed here; only the
@@ -129,11 +133,11 @@ class LlamaEngine:
         """
         artifact = model if isinstance(model, Artifact) else Artifact.open(model)
         context = context or ContextParams()
-        layers = layers or artifact.hp.whole
-        artifact.hp.check_range(layers)
+        layers = layers or artifact.layers
         artifact.check(layers)
         if certified_only and context.numerics is Numerics.EXACT:
             require_certified((kind.label for kind in artifact.matrix_types(layers)), context.type_k)
+        identity = artifact.prove(layers)
         self._native = native or default_native()
         self._stage = _open(
             self._native, artifact, layers, context, {"threads": threads, "mmap": mmap, "check_tensors": check_tensors}
@@ -149,7 +153,7 @@ class LlamaEngine:
         self._description = EngineDescription(
             adapter=ADAPTER,
             architecture=ARCHITECTURE,
-            artifact=artifact.identity,
+            artifact=identity,
             layers=layers,
             n_layers=artifact.hp.n_layers,
             n_vocab=self._info.n_vocab,
@@ -196,14 +200,18 @@ class LlamaEngine:
         run = ffi.new("dgr_run *")
         run.n_tokens = n_tokens
         run.tokens, run.positions, run.slots = tokens, positions, slots
-        # Every buffer below is held by a local name until the call returns.
         residual_in = self._residual_in(batch)
-        keep = [ffi.from_buffer(buffer) for buffer in (want_logits, row_finite, residual_out, logits_out, residual_in)]
-        run.want_logits, run.row_finite = ffi.cast("uint8_t *", keep[0]), ffi.cast("uint8_t *", keep[1])
-        run.residual_out = ffi.cast("float *", keep[2]) if residual_out else ffi.NULL
-        run.logits_out = ffi.cast("float *", keep[3]) if logits_out else ffi.NULL
-        run.residual_in = ffi.cast("float *", keep[4]) if residual_in else ffi.NULL
-        self._native.check(lib.dgr_stage_run(self._handle, run), f"stage {about.layers}")
+        with ExitStack() as held:
+
+            def pointer(kind: str, buffer: bytes | bytearray | memoryview) -> Any:
+                return ffi.cast(kind, held.enter_context(ffi.from_buffer(buffer))) if len(buffer) else ffi.NULL
+
+            # Let go in any case. An error's traceback keeps this frame, and a memoryview that a buffer still refers to
+            # makes the collector of older CPythons crash when it finds both in a cycle (gh-77894).
+            run.want_logits, run.row_finite = pointer("uint8_t *", want_logits), pointer("uint8_t *", row_finite)
+            run.residual_out, run.logits_out = pointer("float *", residual_out), pointer("float *", logits_out)
+            run.residual_in = pointer("float *", residual_in)
+            self._native.check(lib.dgr_stage_run(self._handle, run), f"stage {about.layers}")
         return self._outputs(batch, wanted, residual_out, logits_out, row_finite)
 
     def _int32s(self, what: str, values: Sequence[int]) -> Any:

@@ -14,6 +14,7 @@ import msgspec
 
 from dgr.engine.native import kernel_fingerprint
 from dgr.errors import NumericsRefused
+from dgr.model.cache import cache_dir
 
 __all__ = ["Certificate", "cache_dir", "load_certificate", "record_certificate", "require_certified"]
 
@@ -30,13 +31,6 @@ class Certificate(msgspec.Struct, frozen=True):
     failures: dict[str, str] = {}
     #: What the suite could not test, and why.
     notes: tuple[str, ...] = ()
-
-
-def cache_dir() -> Path:
-    """Where dgr keeps what is slow to make again: ``DGR_CACHE_DIR``, else ``XDG_CACHE_HOME/dgr``, else ``~/.cache/dgr``."""
-    if chosen := os.environ.get("DGR_CACHE_DIR"):
-        return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "dgr"
 
 
 def _path(fingerprint: str) -> Path:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
+from dgr.engine.files import native_path
 from dgr.engine.native import default_native
 from dgr.errors import InvalidToken
+from dgr.model.artifact import Artifact
 
 __all__ = ["LlamaVocabulary"]
 
@@ -13,10 +16,13 @@ __all__ = ["LlamaVocabulary"]
 class LlamaVocabulary:
     """Text to token ids and back. Not thread-safe; close it or use it as a context manager."""
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, model: str | Path | Artifact) -> None:
+        artifact = model if isinstance(model, Artifact) else Artifact.open(model)
+        path = artifact.file.path
         self._native = default_native()
         out = self._native.ffi.new("dgr_vocab **")
-        self._native.check(self._native.lib.dgr_vocab_open(str(path).encode(), out), f"vocabulary of {path}")
+        with native_path(artifact) as opened:
+            self._native.check(self._native.lib.dgr_vocab_open(os.fsencode(opened), out), f"vocabulary of {path}")
         self._vocab = out[0]
         specials = self._native.ffi.new("int32_t[3]")
         self._native.check(

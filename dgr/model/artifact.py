@@ -1,66 +1,111 @@
-"""A model file as dgr sees it: what it is, what each layer weighs, and whether a range of it can run.
+"""A model as dgr sees it: what it is, what each layer weighs, and whether a range of it can run.
 
-:meth:`Artifact.open` reads the header only. :meth:`Artifact.check` looks at what a stage of one range would load, and
-refuses what llama.cpp would abort on. Multi-part files are not read.
+An artifact is one GGUF, a GGUF in parts of which some may be elsewhere, or a slice (``dgr slice``) that holds some layers
+of another. :meth:`Artifact.open` reads headers only. :meth:`Artifact.check` looks at what a stage of one range would load,
+and refuses what llama.cpp would abort on. :meth:`Artifact.prove` finds out whose weights they are.
 """
 
 from __future__ import annotations
 
-import hashlib
 import os
-import struct
-import sys
-from array import array
 from collections.abc import Iterable, Mapping
+from functools import cached_property
+from pathlib import Path
 
 from attrs import field, frozen
 
 from dgr.errors import ArtifactError, UnsupportedModel
+from dgr.model.checks import check_hash_table, check_tensor
+from dgr.model.digests import Progress, digest_tensors, known_digests
 from dgr.model.ggml import GgmlType
-from dgr.model.gguf import GgufFile, MetaArray, MetaValue, TensorInfo, ValueType, read_gguf
+from dgr.model.gguf import GgufFile, TensorInfo, ValueType
+from dgr.model.gguf_write import NewTensor
+from dgr.model.manifest import Manifest, decode_manifest, make_manifest, metadata_digest
 from dgr.model.metadata import from_metadata
+from dgr.model.parts import Parts, read_parts
 from dgr.model.route import LayerRange
 from dgr.model.tensors import TensorKind, TensorSpec, block_tensors, head_tensors, range_tensors, tail_tensors
 from dgr.model.v4 import ARCHITECTURE, HyperParameters
 
-__all__ = ["Artifact", "identity"]
+__all__ = ["LAYER_BEGIN", "LAYER_END", "MANIFEST_KEY", "PARENT_KEY", "Artifact", "manifest_path"]
 
-#: Keys that do not change what the model computes, or that differ between files of one model.
-_UNIDENTIFYING = ("general.", "split.", f"{ARCHITECTURE}.dgr.")
-#: Keys below ``general.`` that count all the same.
-_IDENTIFYING = frozenset({"general.architecture", "general.quantization_version"})
-#: Bytes of a hash table read at a time.
-_TABLE_STEP = 4 << 20
+#: Keys of a slice. llama.cpp reads the first two (see the patch), dgr the others.
+LAYER_BEGIN, LAYER_END = f"{ARCHITECTURE}.dgr.layer_begin", f"{ARCHITECTURE}.dgr.layer_end"
+#: The parent's manifest as JSON, and its identity for people.
+MANIFEST_KEY, PARENT_KEY = f"{ARCHITECTURE}.dgr.manifest", f"{ARCHITECTURE}.dgr.parent"
 
 
 @frozen
 class Artifact:
-    """One GGUF file of a V4 model."""
+    """A V4 model, or the part of one that is here."""
 
-    file: GgufFile
+    parts: Parts
     hp: HyperParameters
-    #: Digest over what identifies the model (see :func:`identity`), hex.
-    identity: str
+    #: Main layers that the files are for: all of them, or those of a slice.
+    layers: LayerRange
+    #: What the files themselves, or a manifest beside them, say of the whole model; None: the files are the model.
+    given: Manifest | None = field(repr=False)
     _known: Mapping[str, TensorSpec] = field(repr=False)
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Artifact:
-        """Read a header; raises :class:`~dgr.errors.ArtifactError` for a bad file or another model."""
-        file = read_gguf(path)
-        _refuse_parts(file)
+        """Read headers; raises :class:`~dgr.errors.ArtifactError` for a bad file or another model."""
+        parts = read_parts(path)
+        given = _given_manifest(parts)
+        names = set(parts.located()) | {entry.name for entry in (given.tensors if given else ())}
         try:
-            hp = from_metadata(file.metadata, file.tensors.__contains__)
+            hp = from_metadata(parts.first.metadata, names.__contains__)
         except UnsupportedModel as refused:
-            raise UnsupportedModel(f"{file.path}: {refused}") from None
+            raise UnsupportedModel(f"{parts.first.path}: {refused}") from None
         specs = [*head_tensors(hp), *tail_tensors(hp)]
         for block in range(hp.n_blocks):
             specs += block_tensors(hp, block)
-        return cls(file, hp, identity(file.metadata, file.tensors.values()), {spec.name: spec for spec in specs})
+        known = {spec.name: spec for spec in specs}
+        artifact = cls(parts, hp, _layers_of(parts.first, hp), given, known)
+        if given is not None:
+            _check_manifest(artifact, given)
+        return artifact
 
-    def tensors_of(self, layers: LayerRange) -> tuple[TensorInfo, ...]:
-        """Tensors in the file that a stage of the range loads, in the order of the graph."""
-        stored = self.file.tensors
-        return tuple(stored[spec.name] for spec in range_tensors(self.hp, layers) if spec.name in stored)
+    @property
+    def file(self) -> GgufFile:
+        """The file with the metadata: the only one, or the first part."""
+        return self.parts.first
+
+    @property
+    def is_slice(self) -> bool:
+        return LAYER_END in self.file.metadata
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether every tensor of the model is here."""
+        return not self.is_slice and not self.parts.missing
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of all files that are here."""
+        return sum(file.file_bytes for file in self.parts.present)
+
+    @cached_property
+    def located(self) -> Mapping[str, tuple[GgufFile, TensorInfo]]:
+        """Tensors that are here, with their files."""
+        return self.parts.located()
+
+    @cached_property
+    def tensors(self) -> Mapping[str, NewTensor]:
+        """Every tensor of the whole model that is known: from a manifest where there is one, else what is here."""
+        if self.given is not None:
+            return {entry.name: NewTensor(entry.name, entry.ne, GgmlType(entry.type)) for entry in self.given.tensors}
+        return {name: NewTensor(name, tensor.ne, tensor.type) for name, (_, tensor) in self.located.items()}
+
+    # --- what it weighs -----------------------------------------------------------------------------------------------
+
+    def specs_of(self, layers: LayerRange) -> tuple[TensorSpec, ...]:
+        """Tensors that a stage of the range must have, or may."""
+        return range_tensors(self.hp, layers)
+
+    def tensors_of(self, layers: LayerRange) -> tuple[NewTensor, ...]:
+        """Tensors that a stage of the range loads, in the order of the graph."""
+        return tuple(self.tensors[spec.name] for spec in self.specs_of(layers) if spec.name in self.tensors)
 
     def weight_bytes(self, layers: LayerRange) -> int:
         """Bytes of every tensor that a stage of the range loads."""
@@ -86,134 +131,177 @@ class Artifact:
             sorted({tensor.type for tensor in self.tensors_of(layers) if self._known[tensor.name].kind.is_matrix})
         )
 
+    def _bytes(self, specs: Iterable[TensorSpec]) -> int:
+        return sum(self.tensors[spec.name].n_bytes for spec in specs if spec.name in self.tensors)
+
+    # --- whether a range of it can run --------------------------------------------------------------------------------
+
     def check(self, layers: LayerRange) -> None:
         """Refuse a range whose tensors are missing, misshapen, of a type the graph cannot use, or route to nowhere.
 
         Finite weights are the native loader's check; it reads them anyway.
         """
-        for spec in range_tensors(self.hp, layers):
-            tensor = self.file.tensors.get(spec.name)
-            if tensor is not None:
-                self._check_tensor(spec, tensor)
-            elif spec.required:
-                raise ArtifactError(
-                    f"{self.file.path}: the tensor {spec.name!r} is missing, but layer range {layers} needs it; fetch a"
-                    " complete DeepSeek V4 file"
-                )
-        unknown = next((name for name in self.file.tensors if name not in self._known), None)
+        self.hp.check_range(layers)
+        if not (self.layers.begin <= layers.begin and layers.end <= self.layers.end):
+            raise ArtifactError(
+                f"{self.file.path}: this slice holds layers {self.layers} of the model, not all of {layers}; use another"
+                " slice, or the whole model"
+            )
+        located = self.located
+        for spec in self.specs_of(layers):
+            if spec.name in located:
+                file, tensor = located[spec.name]
+                check_tensor(file, spec, tensor)
+            elif spec.required or spec.name in self.tensors:
+                raise ArtifactError(self._absence(spec.name, layers))
+        unknown = next((name for name in self.tensors if name not in self._known), None)
         if unknown is not None:
             raise UnsupportedModel(
                 f"{self.file.path}: the tensor {unknown!r} is no part of a DeepSeek V4 Flash model of"
                 f" {self.hp.n_blocks} blocks; use a plain conversion"
             )
+        factor = next((name for name in self.tensors if self._known[name].kind is TensorKind.SCALE), None)
+        if factor is not None:
+            raise UnsupportedModel(
+                f"{self.file.path}: {factor!r} is a factor that llama.cpp's V4 graph does not apply: the model would run with"
+                " wrong weights, without any error; use a conversion without separate factors"
+            )
         for layer in layers.layers:
             if self.hp.is_hash_routed(layer):
-                self._check_hash_table(layer)
+                check_hash_table(*located[f"blk.{layer}.ffn_gate_tid2eid.weight"], self.hp)
 
-    def _bytes(self, specs: Iterable[TensorSpec]) -> int:
-        stored = self.file.tensors
-        return sum(stored[spec.name].n_bytes for spec in specs if spec.name in stored)
-
-    def _check_tensor(self, spec: TensorSpec, tensor: TensorInfo) -> None:
-        if not spec.fits(tensor.ne):
-            raise ArtifactError(
-                f"{self.file.path}: the tensor {spec.name!r} has the shape {list(tensor.ne)}, but the hyper-parameters"
-                f" give {list(spec.ne)}; convert the model again"
+    def _absence(self, name: str, layers: LayerRange) -> str:
+        missing = self.parts.missing
+        if not missing:
+            return (
+                f"{self.file.path}: the tensor {name!r} is missing, but layer range {layers} needs it; fetch a complete"
+                " DeepSeek V4 file"
             )
-        if spec.kind is TensorKind.HASH_TABLE:
-            allowed, wanted = tensor.type is GgmlType.I32, GgmlType.I32.label
-        elif spec.kind.is_matrix:
-            allowed, wanted = tensor.type.is_matrix_operand, "a float or quantised type"
-        else:
-            allowed, wanted = tensor.type is GgmlType.F32, GgmlType.F32.label
-        if not allowed:
-            raise ArtifactError(
-                f"{self.file.path}: the tensor {spec.name!r} has the type {tensor.type.label}, but must have {wanted};"
-                " convert the model again"
-            )
+        files = ", ".join(path.name for path in missing)
+        return (
+            f"{self.file.path}: the tensor {name!r} is in none of the parts that are here, but layer range {layers} needs"
+            f" it; fetch {files}" + (" (or the one of them that holds it)" if len(missing) > 1 else "")
+        )
 
-    def _check_hash_table(self, layer: int) -> None:
-        """Every expert id in ``[0, n_expert)``: llama.cpp asserts this inside the graph (``ggml_get_rows``)."""
-        tensor = self.file.tensors[f"blk.{layer}.ffn_gate_tid2eid.weight"]
-        n_expert = self.hp.n_expert
-        try:
-            with self.file.path.open("rb") as data:
-                data.seek(tensor.offset)
-                for begin in range(0, tensor.n_bytes, _TABLE_STEP):
-                    raw = data.read(min(_TABLE_STEP, tensor.n_bytes - begin))
-                    ids = array("i", raw[: len(raw) // 4 * 4])
-                    if len(ids) * 4 != min(_TABLE_STEP, tensor.n_bytes - begin):
-                        raise ArtifactError(
-                            f"{self.file.path}: the file became shorter while being read; fetch it again"
-                        )
-                    if sys.byteorder == "big":
-                        ids.byteswap()
-                    if min(ids) < 0 or max(ids) >= n_expert:
-                        index, expert = next((i, e) for i, e in enumerate(ids) if not 0 <= e < n_expert)
-                        token = (begin // 4 + index) // self.hp.n_expert_used
-                        raise ArtifactError(
-                            f"{self.file.path}: {tensor.name!r} sends token {token} to expert {expert}, but the model"
-                            f" has experts 0 to {n_expert - 1}; fetch the file again"
-                        )
-        except OSError as failed:
-            raise ArtifactError(
-                f"{self.file.path}: cannot be read: {failed.strerror or failed}; check the path"
-            ) from failed
+    # --- whose weights they are ---------------------------------------------------------------------------------------
 
+    @property
+    def identity(self) -> str:
+        """What tells this model from every other, hex (see :class:`~dgr.model.manifest.Manifest`).
 
-def _refuse_parts(file: GgufFile) -> None:
-    stored = file.metadata.get("split.count")
-    count = stored.value if stored is not None else 0
-    if not isinstance(count, int) or count > 1:
-        number = file.metadata.get("split.no")
-        which = f"part {number.value + 1}" if number is not None and isinstance(number.value, int) else "one part"
-        raise ArtifactError(
-            f"{file.path}: this is {which} of a model in {count} files (split.count); multi-part models are not read:"
-            " join the parts with llama-gguf-split --merge"
+        A file, its parts and its slices have one identity. Reads all weights the first time, unless a manifest says it.
+        """
+        return self.manifest().identity
+
+    def manifest(self, progress: Progress | None = None) -> Manifest:
+        """Every tensor of the whole model with its digest: as given, or from the weights."""
+        return self.given or self.read_manifest(progress)
+
+    def read_manifest(self, progress: Progress | None = None) -> Manifest:
+        """The manifest from the weights themselves, whatever one beside them says; the whole model must be here."""
+        if not self.is_whole:
+            raise ArtifactError(self._nameless())
+        jobs = [(file, tuple(file.tensors.values())) for file in self.parts.present]
+        return make_manifest(self.file.metadata, self._infos(), digest_tensors(jobs, progress))
+
+    def known_manifest(self) -> Manifest | None:
+        """The manifest, if it is known without reading weights."""
+        if self.given is not None or not self.is_whole:
+            return self.given
+        digests = {name: digest for file in self.parts.present for name, digest in known_digests(file).items()}
+        return make_manifest(self.file.metadata, self._infos(), digests) if set(self.located) <= set(digests) else None
+
+    def _infos(self) -> list[TensorInfo]:
+        return [tensor for _, tensor in self.located.values()]
+
+    def prove(self, layers: LayerRange, progress: Progress | None = None) -> str:
+        """The identity, after holding the weights of a range against it.
+
+        With a manifest at hand only the tensors of the range are read. Raises :class:`~dgr.errors.ArtifactError` naming
+        the tensor that is another than the manifest says.
+        """
+        if self.given is None:
+            return self.read_manifest(progress).identity
+        located = self.located
+        jobs: dict[str, tuple[GgufFile, list[TensorInfo]]] = {}
+        for spec in self.specs_of(layers):
+            if spec.name in located:
+                file, tensor = located[spec.name]
+                jobs.setdefault(str(file.path), (file, []))[1].append(tensor)
+        digests = digest_tensors(list(jobs.values()), progress)
+        entries = self.given.by_name()
+        for name, digest in digests.items():
+            if entries[name].digest != digest:
+                raise ArtifactError(
+                    f"{located[name][0].path}: the weights of {name!r} are not those of model {self.given.identity}: their"
+                    f" digest is {digest}, not {entries[name].digest}; fetch the file again"
+                )
+        return self.given.identity
+
+    def _nameless(self) -> str:
+        if self.is_slice:
+            return f"{self.file.path}: holds layers {self.layers} only and does not say of which model; use `dgr slice`"
+        files = ", ".join(path.name for path in self.parts.missing)
+        return (
+            f"{self.file.path}: {files} is not here, so the model's identity cannot be told; fetch it, or put the manifest"
+            f" here as {manifest_path(self.parts).name} (`dgr inspect MODEL --identity --manifest` where all parts are)"
         )
 
 
-_PACKED = {
-    ValueType.UINT8: "<B",
-    ValueType.INT8: "<b",
-    ValueType.UINT16: "<H",
-    ValueType.INT16: "<h",
-    ValueType.UINT32: "<I",
-    ValueType.INT32: "<i",
-    ValueType.FLOAT32: "<f",
-    ValueType.BOOL: "<?",
-    ValueType.UINT64: "<Q",
-    ValueType.INT64: "<q",
-    ValueType.FLOAT64: "<d",
-}
+def manifest_path(parts: Parts) -> Path:
+    """Where the manifest of a model lies, when it lies beside it."""
+    return parts.stem.with_name(parts.stem.name + ".manifest.json")
 
 
-def _encoded(stored: MetaValue) -> bytes:
-    """A metadata value as its types and its bytes in the file."""
-    if isinstance(stored.value, MetaArray):
-        return struct.pack("<IIQ", stored.type, stored.value.element, len(stored.value)) + stored.value.raw
-    if isinstance(stored.value, str):
-        return struct.pack("<I", stored.type) + stored.value.encode("utf-8", "surrogateescape")
-    return struct.pack("<I", stored.type) + struct.pack(_PACKED[stored.type], stored.value)
+def _given_manifest(parts: Parts) -> Manifest | None:
+    """The manifest that a slice carries, or that lies beside the file."""
+    stored = parts.first.metadata.get(MANIFEST_KEY)
+    if stored is not None:
+        if not isinstance(stored.value, str):
+            raise ArtifactError(f"{parts.first.path}: {MANIFEST_KEY} is no text; make the slice again")
+        return decode_manifest(stored.value.encode("utf-8", "surrogateescape"), parts.first.path)
+    path = manifest_path(parts)
+    try:
+        return decode_manifest(path.read_bytes(), path)
+    except FileNotFoundError:
+        return None
+    except OSError as failed:
+        raise ArtifactError(f"{path}: cannot be read: {failed.strerror or failed}; check the file") from failed
 
 
-def identity(metadata: Mapping[str, MetaValue], tensors: Iterable[TensorInfo]) -> str:
-    """Digest of a model: its metadata and its tensor table (name, type, shape), each in the order of names.
+def _layers_of(file: GgufFile, hp: HyperParameters) -> LayerRange:
+    """The main layers a file says it holds: all of them unless it is a slice."""
+    bounds = []
+    for key, default in ((LAYER_BEGIN, 0), (LAYER_END, hp.n_layers)):
+        stored = file.metadata.get(key)
+        value = default if stored is None else stored.value
+        if not isinstance(value, int) or (stored is not None and stored.type is not ValueType.UINT32):
+            raise ArtifactError(f"{file.path}: {key} is {value!r}, but must be a UINT32; make the slice again")
+        bounds.append(value)
+    if not 0 <= bounds[0] < bounds[1] <= hp.n_layers:
+        raise ArtifactError(
+            f"{file.path}: {LAYER_BEGIN} and {LAYER_END} are {bounds[0]} and {bounds[1]}, which is no range of the model's"
+            f" {hp.n_layers} main layers; make the slice again"
+        )
+    return LayerRange(*bounds)
 
-    Names, authors and the like, split and range keys, offsets and padding do not count: files of one model agree
-    however they are cut. Weights are not read; a digest per tensor would join its entry in the table.
-    """
-    digest = hashlib.blake2b(digest_size=32, person=b"dgr-artifact/1")
 
-    def add(item: bytes) -> None:
-        digest.update(struct.pack("<Q", len(item)))
-        digest.update(item)
-
-    for key in sorted(metadata):
-        if key in _IDENTIFYING or not key.startswith(_UNIDENTIFYING):
-            add(key.encode())
-            add(_encoded(metadata[key]))
-    for tensor in sorted(tensors, key=lambda entry: entry.name):
-        add(tensor.name.encode())
-        add(struct.pack(f"<I{len(tensor.ne)}Q", tensor.type, *tensor.ne))
-    return digest.hexdigest()
+def _check_manifest(artifact: Artifact, given: Manifest) -> None:
+    """Refuse a manifest of another model: other metadata, or a tensor of another type or shape."""
+    parts, entries = artifact.parts, given.by_name()
+    where = parts.first.path if MANIFEST_KEY in parts.first.metadata else manifest_path(parts)
+    mine = artifact.located
+    if artifact.is_slice:  # a slice of a model with MTP holds a stand-in for one of its tensors
+        mine = {name: mine[name] for name in (spec.name for spec in artifact.specs_of(artifact.layers)) if name in mine}
+    wrong = next(
+        (name for name, (_, info) in mine.items() if name not in entries or not entries[name].matches(info)), None
+    )
+    if metadata_digest(parts.first.metadata) != given.metadata:
+        found = f"its metadata is not that of {parts.first.path.name}"
+    elif wrong is not None:
+        found = f"{wrong!r} is not in it as {mine[wrong][0].path.name} has it"
+    elif not artifact.is_slice and len(entries) != parts.n_tensors:
+        found = f"it lists {len(entries)} tensors, but the model has {parts.n_tensors}"
+    else:
+        return
+    raise ArtifactError(f"{where}: this manifest is of another model: {found}; make it again, or remove it")

@@ -20,12 +20,23 @@ from attrs import field, frozen
 from dgr.errors import ArtifactError
 from dgr.model.ggml import GgmlType
 
-__all__ = ["GgufFile", "MetaArray", "MetaValue", "TensorInfo", "ValueType", "read_gguf"]
+__all__ = [
+    "ALIGNMENT_KEY",
+    "DEFAULT_ALIGNMENT",
+    "SCALAR_FORMATS",
+    "GgufFile",
+    "MetaArray",
+    "MetaValue",
+    "TensorInfo",
+    "ValueType",
+    "aligned",
+    "read_gguf",
+]
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
-_DEFAULT_ALIGNMENT = 32
-_ALIGNMENT_KEY = "general.alignment"
+DEFAULT_ALIGNMENT = 32
+ALIGNMENT_KEY = "general.alignment"
 #: A header is metadata; the largest known (tokenizers of several 100 k tokens) take some 20 MiB.
 _MAX_HEADER_BYTES = 256 << 20
 #: ``GGML_MAX_DIMS``.
@@ -59,7 +70,8 @@ class ValueType(IntEnum):
     FLOAT64 = 12
 
 
-_FORMATS = {
+#: ``struct`` code of each scalar type.
+SCALAR_FORMATS = {
     ValueType.UINT8: "B",
     ValueType.INT8: "b",
     ValueType.UINT16: "H",
@@ -72,7 +84,7 @@ _FORMATS = {
     ValueType.INT64: "q",
     ValueType.FLOAT64: "d",
 }
-_SIZES = {kind: struct.calcsize("<" + code) for kind, code in _FORMATS.items()}
+_SIZES = {kind: struct.calcsize("<" + code) for kind, code in SCALAR_FORMATS.items()}
 
 Scalar = int | float | bool | str
 
@@ -93,7 +105,7 @@ class MetaArray:
         """All elements. Strings that are not UTF-8 keep their bytes as surrogates."""
         if self.element is ValueType.STRING:
             return tuple(self._strings())
-        return struct.unpack(f"<{self.count}{_FORMATS[self.element]}", self.raw)
+        return struct.unpack(f"<{self.count}{SCALAR_FORMATS[self.element]}", self.raw)
 
     def _strings(self) -> Iterator[str]:
         at = 0
@@ -139,6 +151,11 @@ class GgufFile:
     file_bytes: int
 
 
+def aligned(n_bytes: int, alignment: int) -> int:
+    """``n_bytes`` rounded up to a multiple of ``alignment``."""
+    return -(-n_bytes // alignment) * alignment
+
+
 class _Reader:
     """Reads forward through a file, never past its end, never more than the header limit."""
 
@@ -177,7 +194,7 @@ class _Reader:
 
     def scalar(self, kind: ValueType, what: str) -> int | float | bool:
         begin = self.need(_SIZES[kind], what)
-        (value,) = struct.unpack_from("<" + _FORMATS[kind], self._buffer, begin)
+        (value,) = struct.unpack_from("<" + SCALAR_FORMATS[kind], self._buffer, begin)
         return value  # type: ignore[no-any-return]
 
     def integer(self, kind: ValueType, what: str) -> int:
@@ -240,12 +257,12 @@ def _read_metadata(reader: _Reader, count: int) -> dict[str, MetaValue]:
 
 
 def _read_alignment(reader: _Reader, metadata: Mapping[str, MetaValue]) -> int:
-    stored = metadata.get(_ALIGNMENT_KEY)
+    stored = metadata.get(ALIGNMENT_KEY)
     if stored is None:
-        return _DEFAULT_ALIGNMENT
+        return DEFAULT_ALIGNMENT
     value = stored.value
     if stored.type is not ValueType.UINT32 or not isinstance(value, int) or value <= 0 or value & (value - 1):
-        raise reader.fail(f"{_ALIGNMENT_KEY} is {value!r} ({stored.type.name}), but must be a power of 2 as UINT32")
+        raise reader.fail(f"{ALIGNMENT_KEY} is {value!r} ({stored.type.name}), but must be a power of 2 as UINT32")
     return value
 
 
@@ -293,7 +310,7 @@ def _place(reader: _Reader, entries: list[TensorInfo], alignment: int, data_offs
                 f"tensor {entry.name!r} ends at byte {begin + entry.n_bytes}, but the file has {reader.size} bytes"
             )
         tensors[entry.name] = TensorInfo(entry.name, entry.ne, entry.type, begin, entry.n_bytes)
-        expected += -(-entry.n_bytes // alignment) * alignment
+        expected += aligned(entry.n_bytes, alignment)
     return tensors
 
 
@@ -331,6 +348,6 @@ def _read(reader: _Reader) -> GgufFile:
     metadata = _read_metadata(reader, n_pairs)
     alignment = _read_alignment(reader, metadata)
     entries = [_read_tensor(reader, index) for index in range(n_tensors)]
-    data_offset = -(-reader.at // alignment) * alignment if entries else reader.at
+    data_offset = aligned(reader.at, alignment) if entries else reader.at
     tensors = _place(reader, entries, alignment, data_offset)
     return GgufFile(reader.path, version, metadata, tensors, alignment, data_offset, reader.size)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import os
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from attrs import frozen
+from attrs import field, frozen
 
-from dgr.errors import InvalidRoute
+from dgr.errors import InvalidLayerRange, InvalidRoute
 from dgr.model.route import LayerRange, Route, StageRef
 
-__all__ = ["RouteFile", "read_route_file"]
+__all__ = ["RouteFile", "format_route_file", "read_route_file"]
 
 _CONTEXT = {
     "n_ctx": int, "n_batch": int, "n_ubatch": int, "n_seq_max": int, "type_k": str, "flash_attn": bool, "numerics": str,
@@ -38,6 +40,7 @@ class RouteFile:
         [[stage]]                     # head first
         address = "10.0.0.1:7701"
         layers = "0:22"
+        model = "slice-0-22.gguf"     # optional, for dgr up: the file of this stage, where it is not the model above
 
     Relative paths are relative to the file.
     """
@@ -49,6 +52,12 @@ class RouteFile:
     model: Path | None = None
     #: ca, certificate, key.
     tls: tuple[Path, Path, Path] | None = None
+    #: Files of the stages that have their own, by address.
+    stage_models: Mapping[str, Path] = field(factory=dict)
+
+    def model_of(self, address: str) -> Path | None:
+        """The file that a stage loads: its own, or the route's."""
+        return self.stage_models.get(address, self.model)
 
 
 def read_route_file(path: str | Path) -> RouteFile:
@@ -65,15 +74,20 @@ def read_route_file(path: str | Path) -> RouteFile:
     if not stages:
         raise InvalidRoute(f"{path} names no [[stage]]; give every stage an address and layers, head first")
     refs = []
+    stage_models: dict[str, Path] = {}
     for index, stage in enumerate(stages):
         where = f"{path}: [[stage]] {index}"
         if not isinstance(stage, dict):
             raise InvalidRoute(f"{where} must be a table with address and layers")
-        _only(stage, {"address": str, "layers": str}, where)
+        _only(stage, {"address": str, "layers": str, "model": str}, where)
         for key in ("address", "layers"):
             if key not in stage:
                 raise InvalidRoute(f"{where} has no {key!r}")
-        refs.append(StageRef(stage["address"], LayerRange.parse(stage["layers"])))
+        try:
+            layers = LayerRange.parse(stage["layers"])
+        except InvalidLayerRange as error:
+            raise InvalidRoute(f"{where}: {error}") from error
+        refs.append(StageRef(stage["address"], layers))
     context = data.get("context", {})
     _only(context, _CONTEXT, f"{path}: [context]")
     tls = data.get("tls")
@@ -90,7 +104,41 @@ def read_route_file(path: str | Path) -> RouteFile:
         artifact=data.get("artifact"),
         model=None if model is None else base / model,
         tls=None if tls is None else (base / tls["ca"], base / tls["certificate"], base / tls["key"]),
+        stage_models=stage_models,
     )
+
+
+def format_route_file(file: RouteFile) -> str:
+    """The text of a route file; what :func:`read_route_file` reads back as the same, paths relative to its folder."""
+    base = file.path.absolute().parent
+
+    def relative(path: Path) -> str:
+        return _quoted(os.path.relpath(path.absolute(), base))
+
+    lines = [f"artifact = {_quoted(file.artifact)}"] if file.artifact is not None else []
+    if file.model is not None:
+        lines.append(f"model = {relative(file.model)}")
+    if file.context:
+        lines += ["", "[context]"]
+        lines += [f"{key} = {_toml(value)}" for key, value in file.context.items()]
+    if file.tls is not None:
+        lines += ["", "[tls]"]
+        lines += [f"{key} = {relative(path)}" for key, path in zip(_TLS, file.tls, strict=True)]
+    for ref in file.route.stages:
+        lines += ["", "[[stage]]", f"address = {_quoted(ref.address)}", f"layers = {_quoted(str(ref.layers))}"]
+        if ref.address in file.stage_models:
+            lines.append(f"model = {relative(file.stage_models[ref.address])}")
+    return "\n".join(lines).lstrip("\n") + "\n"
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")  # a JSON string is a TOML one but for DEL
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return str(value) if isinstance(value, int) else _quoted(str(value))
 
 
 def _only(table: Mapping[str, Any], allowed: Mapping[str, type], where: str) -> None:

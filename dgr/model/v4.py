@@ -302,9 +302,10 @@ class HyperParameters:
     def check_range(self, layers: LayerRange) -> None:
         """Refuse a range that reaches beyond the last main layer."""
         if layers.end > self.n_layers:
+            mtp = f"; layer {self.n_layers} is the MTP block, which is reserved and never run"
             raise InvalidLayerRange(
                 f"layer range {layers} ends beyond the last main layer; the model has {self.n_layers}"
-                f" (0:{self.n_layers})"
+                f" (0:{self.n_layers}){mtp if self.n_mtp_layers else ''}"
             )
 
     def is_head(self, layers: LayerRange) -> bool:

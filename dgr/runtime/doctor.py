@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import trio
 from attrs import frozen
 
-from dgr.errors import DgrError, InvalidRoute, LinkBroken, PeerRefused, WireError
+from dgr.errors import DeadlineExceeded, DgrError, FrameError, InvalidRoute, LinkBroken, PeerRefused, WireError
 from dgr.model.route import Route, StageRef
 from dgr.model.route_file import RouteFile
 from dgr.runtime.identity import check_alike, check_neighbours, identity_of
@@ -25,10 +25,23 @@ _ROUND_TRIPS = 20
 #: Bytes sent to measure a link: long enough to leave TCP's slow start, short enough for a slow WAN.
 _FILL = 8 * 2**20
 _FILL_STEP = 60_000
+#: Seconds for measuring one link: what takes longer is too slow for boundaries.
+_MEASURE = 60.0
+#: What to do about an error met at a stage, from here.
 _NEXT_STEPS: Mapping[type[DgrError], str] = {
     LinkBroken: "start the stage there (dgr stage), and check address, firewall and certificates",
+    DeadlineExceeded: "the host takes connections and does not answer: see whether the stage is still loading, stopped or"
+    " overloaded, and whether a firewall drops packets",
+    FrameError: "something else than a stage of this dgr version listens there: check the port, and that both sides use TLS"
+    " or neither does",
     PeerRefused: "the stage says what differs: start it with the same model, context and dgr as the others",
     InvalidRoute: "make the stages alike, or correct the route file",
+}
+#: The same for an error met when every stage was well and the route as a whole was not.
+_ROUTE_STEPS: Mapping[type[DgrError], str] = {
+    PeerRefused: "each stage must reach the next one at the address in the route file: check firewall, names and"
+    " certificates between their hosts",
+    DeadlineExceeded: "a stage did not fence in time: look at its log, and whether each host reaches the next one",
 }
 
 
@@ -62,14 +75,14 @@ class RouteReport:
     fence_seconds: float | None
 
 
-def _problem(where: str, error: DgrError) -> Problem:
-    steps = [step for kind, step in _NEXT_STEPS.items() if isinstance(error, kind)]
+def _problem(where: str, error: DgrError, known: Mapping[type[DgrError], str] = _NEXT_STEPS) -> Problem:
+    steps = [step for kind, step in known.items() if isinstance(error, kind)]
     return Problem(where, str(error), steps[0] if steps else "see the message; `dgr --log info` shows more")
 
 
 async def examine(file: RouteFile, policy: LinkPolicy) -> RouteReport:
     """Reach every stage, compare identities, measure the links, then fence the whole route once."""
-    problems: list[Problem] = []
+    found: dict[str, Problem] = {}
     reports: dict[str, StageReport] = {}
     connect = RemoteConnector(policy, name="doctor", artifact=file.artifact, context=file.context)
 
@@ -78,10 +91,13 @@ async def examine(file: RouteFile, policy: LinkPolicy) -> RouteReport:
             async with connect(ref.address) as (link, description):
                 if description.layers != ref.layers:
                     raise InvalidRoute(f"it owns layers {description.layers}; the route says {ref.layers}")
-                round_trip, bandwidth = await _measure(link)
+                with trio.move_on_after(_MEASURE) as patience:
+                    round_trip, bandwidth = await _measure(link)
+                if patience.cancelled_caught:
+                    raise DeadlineExceeded(f"{_ROUND_TRIPS} round trips and {_FILL} bytes took over {_MEASURE:g} s")
                 identity = identity_of(description)
         except DgrError as error:
-            problems.append(_problem(f"stage {ref.address}", error))
+            found[ref.address] = _problem(f"stage {ref.address}", error)
             reports[ref.address] = StageReport(ref.address, str(ref.layers), None, None, None)
         else:
             reports[ref.address] = StageReport(ref.address, str(ref.layers), identity, round_trip, bandwidth)
@@ -90,13 +106,14 @@ async def examine(file: RouteFile, policy: LinkPolicy) -> RouteReport:
         for ref in file.route.stages:
             nursery.start_soon(visit, ref)
     ordered = tuple(reports[ref.address] for ref in file.route.stages)
+    problems = [found[ref.address] for ref in file.route.stages if ref.address in found]
     problems += _compare(ordered)
     fence_seconds = None
     if not problems:
         try:
             fence_seconds = await _fence(connect, file.route)
         except DgrError as error:
-            problems.append(_problem("the route as a whole", error))
+            problems.append(_problem("the route as a whole", error, {**_NEXT_STEPS, **_ROUTE_STEPS}))
     return RouteReport(ordered, tuple(problems), fence_seconds)
 
 
@@ -138,5 +155,6 @@ async def _ping(link: Link, nonce: int) -> float:
 
 async def _fence(connect: RemoteConnector, route: Route) -> float:
     began = trio.current_time()
-    async with open_pipeline_on(connect, route, timeouts=Timeouts(route=30.0)):
+    # Longer than a stage waits for the next one: it says which one, and why.
+    async with open_pipeline_on(connect, route, timeouts=Timeouts(route=45.0)):
         return trio.current_time() - began

@@ -150,22 +150,27 @@ async def open_cluster() -> AsyncIterator[LocalCluster]:
 
 
 async def load_engines(
-    model: str | Path | Artifact,
+    model: str | Path | Artifact | Sequence[Artifact],
     ranges: Sequence[LayerRange],
     context: ContextParams,
     *,
     threads: int = 1,
     mmap: bool = False,
 ) -> list[LlamaEngine]:
-    """Load one engine per range, side by side; when one fails, none stays behind."""
-    artifact = model if isinstance(model, Artifact) else await trio.to_thread.run_sync(Artifact.open, model)
+    """Load one engine per range, side by side; when one fails, none stays behind.
+
+    ``model``: what all of them load, or one artifact (a slice, say) per range.
+    """
+    if isinstance(model, str | Path):
+        model = await trio.to_thread.run_sync(Artifact.open, model)
+    artifacts = [model] * len(ranges) if isinstance(model, Artifact) else list(model)
     engines: dict[int, LlamaEngine] = {}
     failures: list[DgrError] = []
 
     async def load(index: int, layers: LayerRange) -> None:
         try:
             engines[index] = await trio.to_thread.run_sync(
-                lambda: LlamaEngine(artifact, layers, context, threads=threads, mmap=mmap)
+                lambda: LlamaEngine(artifacts[index], layers, context, threads=threads, mmap=mmap)
             )
         except DgrError as error:
             failures.append(error)  # the others fail for the same reason as a rule: one is enough to tell
@@ -183,14 +188,17 @@ async def load_engines(
     return [engines[index] for index in range(len(ranges))]
 
 
-def _check_fits(artifact: Artifact, route: Route, context: ContextParams, budget: int) -> None:
-    reports = {f"{ref.address} ({ref.layers})": estimate_memory(artifact, ref.layers, context) for ref in route.stages}
+def _check_fits(artifacts: Sequence[Artifact], route: Route, context: ContextParams, budget: int) -> None:
+    reports = {
+        f"{ref.address} ({ref.layers})": estimate_memory(artifact, ref.layers, context)
+        for artifact, ref in zip(artifacts, route.stages, strict=True)
+    }
     check_budget(reports, context.n_seq_max, budget)
 
 
 @asynccontextmanager
 async def open_pipeline(
-    model: str | Path,
+    model: str | Path | Sequence[str | Path],
     split: str | Sequence[LayerRange] | None = None,
     *,
     context: ContextParams | None = None,
@@ -206,24 +214,34 @@ async def open_pipeline(
 ) -> AsyncIterator[Pipeline]:
     """Run a model as a pipeline of stages in this process.
 
-    ``split``: ``"0:15,15:29,29:43"`` or layer ranges; the whole model by default. ``threads``: compute threads of each
+    ``model``: a GGUF (the first, if in parts), or a slice per stage, head first. ``split``: ``"0:15,15:29,29:43"`` or layer
+    ranges; by default the whole model, or the layers of each slice. ``threads``: compute threads of each
     stage. ``memory_budget``: bytes, ``"24GiB"`` or ``"50%"`` of the machine for weights, state and compute buffers of all
     stages together; what does not fit is refused with :class:`~dgr.errors.BudgetExceeded` before anything is allocated.
     ``on_shard`` is called with every shard as it starts, to watch it. Leaving the block frees everything.
     """
-    artifact = await trio.to_thread.run_sync(Artifact.open, model)
-    n_layers = artifact.hp.n_layers
-    if split is None:
-        ranges: Sequence[LayerRange] = (LayerRange(0, n_layers),)
-    else:
+    models = [model] if isinstance(model, str | Path) else list(model)
+    if not models:
+        raise InputError("no model was given; give a GGUF, or one slice per stage")
+    artifacts = [await trio.to_thread.run_sync(Artifact.open, path) for path in models]
+    n_layers = artifacts[0].hp.n_layers
+    if split is not None:
         ranges = parse_split(split, n_layers) if isinstance(split, str) else tuple(split)
+    else:
+        ranges = (LayerRange(0, n_layers),) if len(artifacts) == 1 else tuple(each.layers for each in artifacts)
+    if len(artifacts) == 1:
+        artifacts *= len(ranges)
+    if len(artifacts) != len(ranges):
+        raise InputError(
+            f"{len(artifacts)} slices for {len(ranges)} stages; give one slice per stage, or the whole model"
+        )
     route = Route(tuple(StageRef(f"stage-{index}", layers) for index, layers in enumerate(ranges)))
     route.check(n_layers)
     context = context or ContextParams()
     if memory_budget is not None:
-        await trio.to_thread.run_sync(_check_fits, artifact, route, context, parse_budget(memory_budget))
-    engines = await load_engines(artifact, ranges, context, threads=threads, mmap=mmap)
-    with LlamaVocabulary(artifact.file.path) as vocabulary:
+        await trio.to_thread.run_sync(_check_fits, artifacts, route, context, parse_budget(memory_budget))
+    engines = await load_engines(artifacts, ranges, context, threads=threads, mmap=mmap)
+    with LlamaVocabulary(artifacts[0]) as vocabulary:
         async with open_cluster() as cluster:
             for ref, engine in zip(route.stages, engines, strict=True):
                 shard = await cluster.start(ref.address, engine, policy)

@@ -298,9 +298,13 @@ class Pipeline:
         answers = []
         for index, ref in enumerate(route.stages):
             answer = self.expect(ref.address, 0, self.epoch)
-            self._stages[ref.address].link.send_nowait(
-                frames.Fence(self.route_id, self.epoch, ref.address, route.predecessor(index), route.successor(index))
+            fence = frames.Fence(
+                self.route_id, self.epoch, ref.address, route.predecessor(index), route.successor(index)
             )
+            try:
+                self._stages[ref.address].link.send_nowait(fence)
+            except WireError as error:
+                answer.set(error)  # the other stages are fenced all the same
             answers.append((ref, answer))
         fenced: list[frames.Fenced] = []
         deadline = trio.current_time() + self.timeouts.route

@@ -11,24 +11,25 @@ from pathlib import Path
 from typing import Any
 
 import trio
-from attrs import frozen
+from attrs import evolve, frozen
 
 from dgr.engine.base import EngineDescription
 from dgr.engine.vocab import LlamaVocabulary
-from dgr.errors import DeadlineExceeded, DgrError, FrameError, InvalidRoute, LinkBroken, PeerRefused
+from dgr.errors import DeadlineExceeded, DgrError, FrameError, InputError, InvalidRoute, LinkBroken, PeerRefused
 from dgr.model.route_file import RouteFile, read_route_file
+from dgr.model.state_map import ContextShape
 from dgr.runtime.identity import check_alike, check_neighbours, check_wants, describe_identity, identity_of
 from dgr.runtime.pipeline import Pipeline, Timeouts, open_pipeline_on
 from dgr.runtime.shard import Shard, limits_of
 from dgr.wire import frames
 from dgr.wire.frames import Denied, Hello, Role, Welcome
-from dgr.wire.framing import Received
+from dgr.wire.framing import Limits, Received
 from dgr.wire.handshake import HANDSHAKE_LIMITS, exchange_preamble
-from dgr.wire.links import Link, open_link
+from dgr.wire.links import Link, LinkStatistics, open_link
 from dgr.wire.nurseries import open_nursery
-from dgr.wire.tcp import Credentials, Transport, accept_tls, dial, parse_address, peer_names
+from dgr.wire.tcp import Credentials, Transport, accept_tls, dial, names_host, parse_address, peer_names
 
-__all__ = ["LinkPolicy", "RemoteConnector", "StageServer", "open_route"]
+__all__ = ["LinkPolicy", "RemoteConnector", "ServerStatistics", "StageServer", "open_route"]
 
 _log = logging.getLogger("dgr.links")
 
@@ -44,8 +45,13 @@ class LinkPolicy:
     handshake: float = 10.0
     #: Seconds after which an idle link shows a sign of life; a peer silent for three is given up.
     heartbeat: float = 2.0
-    #: Links a stage holds at once; more are closed as they come.
+    #: Links a stage holds at once, and as many connections that are not greeted yet; more are refused as they come.
     max_links: int = 64
+
+
+def _arriving(limits: Limits, role: Role) -> Limits:
+    """What may come from whoever opened a link: residuals from a stage, and no payload from anyone else."""
+    return evolve(limits, n_vocab=0, boundary_width=limits.boundary_width if role is Role.STAGE else 0)
 
 
 async def _first_frame(link: Link, seconds: float, what: str) -> Received:
@@ -72,7 +78,10 @@ async def _open(address: str, policy: LinkPolicy, hello: Hello) -> AsyncIterator
         answer = (await _first_frame(link, policy.handshake, "Welcome")).frame
         match answer:
             case Welcome():
-                link.agree(limits_of(describe_identity(answer.identity)), answer.credit)
+                limits = limits_of(describe_identity(answer.identity))
+                # A next stage answers without payloads; the tail sends logits to a client.
+                incoming = _arriving(limits, Role.PIPELINE) if hello.role is Role.STAGE else None
+                link.agree(limits, answer.credit, incoming=incoming)
                 yield link, answer
             case Denied():
                 raise PeerRefused(f"stage {address} refused the link: {answer.message}")
@@ -110,7 +119,9 @@ class RemoteConnector:
         if self._artifact is not None and identity.artifact != self._artifact:
             raise InvalidRoute(f"stage {address} runs artifact {identity.artifact}; the route is for {self._artifact}")
         for name, wanted in self._context.items():
-            if (has := getattr(identity.context, name)) != wanted:
+            has = getattr(identity.context, name)
+            rounded = ContextShape(wanted).n_ctx_seq if name == "n_ctx" else wanted  # as upstream rounds it
+            if has not in (wanted, rounded):
                 raise InvalidRoute(f"stage {address} runs with {name} = {has}; the route is for {wanted}")
 
 
@@ -149,6 +160,22 @@ async def open_route(
             yield pipeline
 
 
+@frozen
+class ServerStatistics:
+    """A snapshot of a stage's server."""
+
+    #: Links that came and are served now.
+    links: int
+    #: Connections that are not greeted yet.
+    strangers: int
+    #: Links served since the start.
+    accepted: int
+    #: Connections since the start that never became links.
+    refused: int
+    #: Links to next stages: (own address, next stage's) -> counters.
+    leaving: Mapping[tuple[str, str], LinkStatistics]
+
+
 class StageServer:
     """Takes links for one shard, and opens those to next stages."""
 
@@ -158,12 +185,16 @@ class StageServer:
         self._nursery: trio.Nursery | None = None
         self._next: dict[tuple[str, str], Link] = {}
         self._dialing: dict[tuple[str, str], trio.Lock] = {}
-        self._links = 0
+        self._links = self._strangers = self._accepted = self._refused = 0
 
     @property
     def _served(self) -> Shard:
         assert self._shard is not None
         return self._shard
+
+    def statistics(self) -> ServerStatistics:
+        leaving = {pair: link.statistics() for pair, link in self._next.items()}
+        return ServerStatistics(self._links, self._strangers, self._accepted, self._refused, leaving)
 
     # --- towards the next stage ---
 
@@ -171,12 +202,24 @@ class StageServer:
         """The boundary link to a next stage; the :data:`~dgr.runtime.shard.Dialer` of a stage process."""
         assert self._nursery is not None
         pair = own, successor
-        async with self._dialing.setdefault(pair, trio.Lock()):
-            link = self._next.get(pair)
-            if link is None:
-                link = await self._nursery.start(self._hold, own, successor)
-                self._next[pair] = link
-            return link
+        lock = self._dialing.setdefault(pair, trio.Lock())
+        try:
+            async with lock:
+                link = self._next.get(pair)
+                if link is None:
+                    await self._drop_unused()
+                    link = await self._nursery.start(self._hold, own, successor)
+                return link
+        finally:
+            if not lock.locked():
+                self._dialing.pop(pair, None)
+
+    async def _drop_unused(self) -> None:
+        """Routes come and go; a link to a stage that no route leads to any more is not kept beside a new one."""
+        for pair, link in list(self._next.items()):
+            if not self._served.pushes_to(link):
+                self._next.pop(pair, None)
+                await link.aclose()
 
     async def _hold(
         self, own: str, successor: str, *, task_status: trio.TaskStatus[Link] = trio.TASK_STATUS_IGNORED
@@ -187,15 +230,18 @@ class StageServer:
             async with _open(successor, self._policy, Hello(Role.STAGE, own, ours)) as (link, welcome):
                 check_alike(f"stage {successor}", welcome.identity, ours)
                 check_neighbours(ours, welcome.identity)
+                self._next[own, successor] = link
                 started = True
                 task_status.started(link)
-                await self._served.watch_successor(link)
+                try:
+                    await self._served.watch_successor(link)
+                finally:
+                    if self._next.get((own, successor)) is link:
+                        del self._next[own, successor]
         except DgrError as error:
             if not started:
                 raise
             _log.warning("link to stage %s: %s", successor, error)
-        finally:
-            self._next.pop((own, successor), None)
 
     # --- from pipelines and previous stages ---
 
@@ -214,57 +260,83 @@ class StageServer:
             await trio.serve_listeners(partial(self._take, context), listeners)
 
     async def _take(self, context: ssl.SSLContext | None, stream: trio.SocketStream) -> None:
-        if self._links >= self._policy.max_links:
-            _log.warning("%d links are open; closing a new one", self._links)
+        who = _where_from(stream)
+        if self._strangers >= self._policy.max_links:
+            self._refused += 1
+            _log.warning("%s: %d connections are not greeted yet; closing this one", who, self._strangers)
             await trio.aclose_forcefully(stream)
             return
-        self._links += 1
+        self._strangers += 1
+        greeted = False
         try:
             transport = await accept_tls(stream, context, self._policy.handshake)
-            await self._greet(transport)
+            async with self._greet(transport) as (link, serve):
+                greeted = True
+                self._strangers -= 1
+                self._accepted += 1
+                self._links += 1
+                await serve(link)
         except DgrError as error:
-            _log.warning("a link was refused or broke: %s", error)
+            _log.warning("%s: %s", who, error)
         except OSError as error:
-            _log.warning("a connection failed before it was a link: %s", error)
+            _log.warning("%s: the connection failed before it was a link: %s", who, error)
         finally:
-            self._links -= 1
+            if greeted:
+                self._links -= 1
+            else:
+                self._strangers -= 1
+                self._refused += 1
             with trio.CancelScope(shield=True):
                 await trio.aclose_forcefully(stream)
 
-    async def _greet(self, transport: Transport) -> None:
+    @asynccontextmanager
+    async def _greet(self, transport: Transport) -> AsyncIterator[tuple[Link, Callable[[Link], Awaitable[None]]]]:
+        """A link that belongs here, and what serves it."""
         seconds = self._policy.handshake
         await exchange_preamble(transport, seconds)
         async with open_link(transport, HANDSHAKE_LIMITS, name="a new link", heartbeat=self._policy.heartbeat) as link:
             hello = (await _first_frame(link, seconds, "Hello")).frame
             try:
                 serve = self._admit(hello, transport)
-            except (InvalidRoute, FrameError) as error:
+            except (InputError, FrameError) as error:
                 link.send_nowait(Denied(str(error)[:4096]))
                 with trio.move_on_after(seconds):
                     await link.flush()
                 raise
             assert isinstance(hello, Hello)
-            link.name = f"from {hello.name}"
+            link.name = f"from {hello.name!r}"
             limits = limits_of(self._served.description)
             link.send_nowait(Welcome(identity_of(self._served.description), limits.under_way))
-            link.agree(limits, None)
-            await serve(link)
+            link.agree(limits, None, limits.under_way, incoming=_arriving(limits, hello.role))
+            yield link, serve
 
     def _admit(self, hello: frames.Frame, transport: Transport) -> Callable[[Link], Awaitable[None]]:
         """Who is it, and does it belong here? Gives what serves its link."""
         if not isinstance(hello, Hello):
             raise FrameError(f"a link begins with Hello, not with {type(hello).__name__}")
+        if self._links >= self._policy.max_links:
+            raise InputError(f"this stage serves {self._links} links, and takes no more than {self._policy.max_links}")
         ours = identity_of(self._served.description)
         check_wants(hello.wants, ours)
         if hello.role is Role.PIPELINE:
             return self._served.serve_control
         if hello.identity is None:
             raise FrameError("a stage must say what it is: its Hello has no identity")
+        host, _ = parse_address(hello.name)
+        describe_identity(hello.identity)
         check_alike(f"stage {hello.name}", hello.identity, ours)
         check_neighbours(hello.identity, ours)
         names = peer_names(transport)
-        if names and parse_address(hello.name)[0] not in names:
+        if names is not None and not names_host(names, host):
             raise InvalidRoute(
-                f"the peer calls itself {hello.name}, but its certificate is for {', '.join(sorted(names))}"
+                f"the peer calls itself {hello.name}, but its certificate is for {', '.join(sorted(names)) or 'no host'}"
             )
         return partial(self._served.serve_boundary, peer=hello.name)
+
+
+def _where_from(stream: trio.SocketStream) -> str:
+    """The other end of a connection, for people."""
+    try:
+        return "from {}:{}".format(*stream.socket.getpeername()[:2])
+    except OSError:  # it is gone already
+        return "from a peer that is gone"

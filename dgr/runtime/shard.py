@@ -61,6 +61,8 @@ def limits_of(description: EngineDescription) -> Limits:
 
 #: Waits for epochs that no pipeline has fenced here yet; more is a flood.
 _AWAITING = 1024
+#: Route sessions of one control link; a pipeline has one.
+_ROUTES_PER_LINK = 16
 
 
 def _say_ready(link: Link, supervisor: EpochSupervisor) -> None:
@@ -137,9 +139,11 @@ class Shard:
 
     # --- what supervisors ask of their host ---
 
-    async def lease(self, owner: Hashable) -> Lease | None:
+    async def lease(self, owner: Hashable, wanted: Callable[[], bool]) -> Lease | None:
         """A slot for a session; the session idle for longest makes room if it must."""
-        while (lease := self.ledger.lease(owner)) is None:
+        while wanted():
+            if (lease := self.ledger.lease(owner)) is not None:
+                return lease
             leaving = next((actor for actor in self._actors() if actor.is_ending), None)
             if leaving is None:
                 leaving = min(
@@ -152,11 +156,15 @@ class Shard:
                 leaving.end(Miss.EVICTED)
                 self._evictions += 1
             await leaving.ended.wait()
-        return lease
+        return None
 
     async def dial(self, own: str, successor: str) -> Link:
         """The boundary link to a next stage."""
         return await self._dial(own, successor)
+
+    def pushes_to(self, link: Link) -> bool:
+        """Whether some route session sends its boundaries over a link."""
+        return any(supervisor.successor is link for supervisor in self._routes.values())
 
     def announce(self, supervisor: EpochSupervisor) -> None:
         """Tell a stage that waits for it that an epoch is admitted."""
@@ -254,9 +262,12 @@ class Shard:
             case frames.Fence():
                 supervisor = self._routes.get(frame.route) or await self._admit(frame.route, link)
                 if supervisor.control is link:
+                    await supervisor.started.wait()
                     supervisor.request(frame)
-                else:
+                elif len(nursery.child_tasks) < _ROUTES_PER_LINK:
                     nursery.start_soon(self._take_over, link, frame, supervisor)
+                else:
+                    raise WireError("the link fences many route sessions of other links; the pipeline floods")
             case frames.Open() | frames.Close() | frames.Probe() | frames.Tokens() | frames.Cancel():
                 known = self._routes.get(frame.key.route)
                 if known is None or known.control is not link:
@@ -274,9 +285,10 @@ class Shard:
         """A route session comes on another link: its pipeline left and came back, faster than its state could go."""
         with trio.move_on_after(self.fence_timeout):
             await former.ended.wait()
-        supervisor = self._routes.get(frame.route) or await self._admit(frame.route, link)
         try:
+            supervisor = self._routes.get(frame.route) or await self._admit(frame.route, link)
             if supervisor.control is link:
+                await supervisor.started.wait()
                 supervisor.request(frame)
             else:
                 problem = "the route session belongs to another link"
@@ -297,6 +309,8 @@ class Shard:
                 link.send_nowait(frames.CacheMiss(frame.key, frame.seq, Miss.UNKNOWN, 0))
 
     async def _admit(self, route: bytes, link: Link) -> EpochSupervisor:
+        if sum(supervisor.control is link for supervisor in self._routes.values()) >= _ROUTES_PER_LINK:
+            raise WireError(f"the link has {_ROUTES_PER_LINK} route sessions already; a pipeline has one")
         supervisor = EpochSupervisor(route, link, self)
         self._routes[route] = supervisor
         await self._tasks.start(self._supervise, supervisor)

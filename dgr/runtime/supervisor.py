@@ -45,8 +45,8 @@ class Host(Protocol):
     #: Seconds a fence waits for its successor.
     fence_timeout: float
 
-    async def lease(self, owner: Hashable) -> Lease | None:
-        """A slot, evicting the oldest idle session of any route if none is free."""
+    async def lease(self, owner: Hashable, wanted: Callable[[], bool]) -> Lease | None:
+        """A slot, evicting the oldest idle session of any route if none is free, as long as it is wanted."""
         ...
 
     async def dial(self, own: str, successor: str) -> Link:
@@ -68,6 +68,8 @@ class EpochSupervisor:
         #: Address of the stage before this one; empty on a head. Boundaries are taken from no one else.
         self.predecessor = ""
         self.sessions: dict[int, SessionActor] = {}
+        #: Set when it takes requests.
+        self.started = trio.Event()
         #: Set when nothing of the route session is left here.
         self.ended = trio.Event()
         self._host = host
@@ -85,11 +87,17 @@ class EpochSupervisor:
     def state(self) -> EpochState:
         return self._machine.state
 
+    @property
+    def successor(self) -> Link | None:
+        """The boundary link to the next stage in the present epoch."""
+        return self._successor
+
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Own the session actors until :meth:`leave`; nothing of them outlives this call."""
         with self._scope:
             async with open_nursery() as nursery:
                 self._nursery = nursery
+                self.started.set()
                 task_status.started()
                 await trio.sleep_forever()
 
@@ -250,16 +258,20 @@ class EpochSupervisor:
 
     async def _open(self, frame: frames.Open) -> None:
         key = frame.key
+
+        def wanted() -> bool:
+            return self._opening.get(key.session) == frame.seq
+
         # No checkpoint from here on once there is a lease: either it gets its actor or it goes back.
-        lease = await self._host.lease((key, frame.seq))
-        wanted = self._opening.get(key.session) == frame.seq
-        if wanted:
-            del self._opening[key.session]
+        lease = await self._host.lease((key, frame.seq), wanted)
+        if not wanted():  # fenced or closed meanwhile; a Close has its own answer
+            self._admits(key, frame.seq)
+            if lease is not None:
+                self._host.ledger.release(lease)
+            return
+        del self._opening[key.session]
         if lease is None:
             self._answer(frames.Refused(key, frame.seq, Refusal.OVERLOADED, self._host.ledger.refusal()))
-            return
-        if not self._admits(key, frame.seq) or not wanted:  # fenced or closed while the lease was being made
-            self._host.ledger.release(lease)
             return
         actor = SessionActor(
             key,

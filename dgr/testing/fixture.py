@@ -17,10 +17,14 @@ from typing import TYPE_CHECKING, Any
 from attrs import evolve, frozen
 
 from dgr.errors import InputError
+from dgr.model.artifact import Artifact, manifest_path
 from dgr.model.ggml import GgmlType
+from dgr.model.gguf_write import writing
+from dgr.model.manifest import encode_manifest
 from dgr.model.tensors import TensorKind, TensorSpec, block_tensors, head_tensors, tail_tensors
 from dgr.model.v4 import ARCHITECTURE, V4_FLASH, HyperParameters
 from dgr.testing.fixture_blocks import BLOCK_TYPES, random_blocks
+from dgr.testing.fixture_edit import write_in_parts
 from dgr.testing.fixture_metadata import add_metadata
 from dgr.testing.fixture_presets import PRESETS, WEIGHTS
 from dgr.testing.fixture_stream import Stream, bfloat16, mxfp4_blocks, q4_k_blocks, q8_0_blocks
@@ -52,7 +56,7 @@ class FixtureSummary:
     mtp: bool
     n_tensors: int
     n_parameters: int
-    #: Size of the file in bytes (apparent size when sparse).
+    #: Size in bytes, of all parts (apparent size when sparse).
     file_bytes: int
 
 
@@ -167,13 +171,15 @@ def write_fixture(
     mtp: bool = False,
     weights: str = "f32",
     sparse: bool = False,
+    parts: int = 1,
 ) -> FixtureSummary:
     """Write a V4 model to ``path`` (replaced in one step when complete).
 
     ``layers``: a prefix of the real schedule. ``weights``: a key of :data:`WEIGHTS`, or a quantised type for every
     matrix. ``preset``: a key of :data:`PRESETS`; by default ``tiny``, or ``wide`` for types with long blocks. ``mtp``:
     append the MTP block. ``sparse``: write header and zeroes as a hole in the file (sizes only; the model must not be
-    run).
+    run). ``parts``: write ``STEM-00001-of-0000N.gguf`` and so on instead of ``STEM.gguf``, the first without tensors, and
+    the model's manifest beside them (not when sparse).
     """
     gguf, np = _requirements()
     longest = max((GgmlType[name].block_size for name in _types_by_kind(weights).values()), default=1)
@@ -184,6 +190,8 @@ def write_fixture(
         raise InputError(f"{layers} layers asked for, but the schedule has 1 to {V4_FLASH.n_layers}")
     if not 0 <= seed < 1 << 63:
         raise InputError(f"seed {seed} is outside 0 to 2**63 - 1")
+    if not 1 <= parts <= 99999:
+        raise InputError(f"{parts} parts asked for; a model is written in 1 to 99999")
     if preset == "real" and not sparse:
         raise InputError("the preset 'real' has 284 G parameters; write it sparse, for its sizes only")
     base = PRESETS[preset]
@@ -230,7 +238,11 @@ def write_fixture(
             for spec, type_name in zip(specs, types, strict=True):
                 writer.write_tensor_data(_values(np, spec, type_name, seed, hp, gains))
         writer.close()
-        partial.replace(target)
+        if parts > 1:
+            target = _in_parts(partial, target, parts, sparse)
+        else:
+            _forget_manifest(target)
+            partial.replace(target)
     except OSError as failed:
         raise InputError(f"{target} cannot be written: {failed.strerror or failed}; choose another place") from failed
     finally:
@@ -244,15 +256,31 @@ def write_fixture(
         mtp=mtp,
         n_tensors=len(specs),
         n_parameters=sum(spec.n_elements for spec in specs if spec.kind is not TensorKind.HASH_TABLE),
-        file_bytes=target.stat().st_size,
+        file_bytes=Artifact.open(target).file_bytes,
     )
+
+
+def _forget_manifest(target: Path) -> None:
+    """Remove the manifest of a model that is replaced."""
+    target.with_name(target.name.removesuffix(".gguf") + ".manifest.json").unlink(missing_ok=True)
+
+
+def _in_parts(source: Path, target: Path, n_parts: int, sparse: bool) -> Path:
+    """Write a finished model in parts, with its manifest; gives the first part."""
+    _forget_manifest(target)
+    first = write_in_parts(source, target, n_parts, sparse=sparse)[0]
+    if not sparse:
+        artifact = Artifact.open(first)
+        with writing(manifest_path(artifact.parts)) as out:
+            out.write(encode_manifest(artifact.read_manifest()))
+    return first
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments that ``dgr fixture`` and ``python -m dgr.testing.fixture`` share."""
     parser.add_argument("out", metavar="OUT.gguf", help="file to write")
     parser.add_argument("--seed", type=int, default=0, help="seed of every value (default: 0)")
-    parser.add_argument("--preset", choices=PRESETS, help="widths (default: tiny; wide for --weights q4_k)")
+    parser.add_argument("--preset", choices=PRESETS, help="widths (default: tiny; wide for K-quants)")
     parser.add_argument(
         "--layers", type=int, default=43, metavar="N", help="first N layers of the schedule (default: 43)"
     )
@@ -260,6 +288,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mtp", action="store_true", help="append the MTP block (dgr never runs it)")
     parser.add_argument(
         "--sparse", action="store_true", help="header and sizes only; the weights are a hole in the file"
+    )
+    parser.add_argument(
+        "--parts",
+        type=int,
+        default=1,
+        metavar="N",
+        help="write N files, OUT-00001-of-0000N.gguf and so on, and the model's manifest; the first holds no tensor",
     )
 
 
@@ -273,6 +308,7 @@ def write_from_arguments(args: argparse.Namespace) -> FixtureSummary:
         mtp=args.mtp,
         weights=args.weights,
         sparse=args.sparse,
+        parts=args.parts,
     )
 
 

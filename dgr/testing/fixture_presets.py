@@ -59,6 +59,14 @@ WEIGHTS: dict[str, dict[TensorKind, str]] = {
         TensorKind.COMPRESSOR: "BF16",
         TensorKind.EXPERT: "MXFP4",
     },
+    # As a small download: Q2_K experts, everything else Q8_0.
+    "mixed_q2_k": {
+        TensorKind.EMBEDDING: "Q8_0",
+        TensorKind.OUTPUT: "Q8_0",
+        TensorKind.DENSE: "Q8_0",
+        TensorKind.COMPRESSOR: "Q8_0",
+        TensorKind.EXPERT: "Q2_K",
+    },
     "q8_0": dict.fromkeys(
         (TensorKind.EMBEDDING, TensorKind.OUTPUT, TensorKind.DENSE, TensorKind.COMPRESSOR, TensorKind.EXPERT), "Q8_0"
     ),

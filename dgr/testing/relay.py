@@ -125,7 +125,7 @@ class Flow:
     async def _take_in(self) -> None:
         data: bytes | bytearray = b"begin"
         while data:
-            while self._held_bytes >= self._capacity:
+            while self._held_bytes > self._capacity // 2:  # not for the last byte free, or it would go on byte by byte
                 await self._changed.park()
             data = await self._source.receive_some(min(_READ, self._capacity - self._held_bytes))
             self._held.append((trio.current_time(), memoryview(data)))

@@ -267,7 +267,7 @@ class Link:
 
     def _ask_for_life(self) -> None:
         self._asked = trio.current_time()
-        if self._is_open:
+        if self._is_open and len(self._control) < _CONTROL_QUEUE:
             self.send_nowait(Ping(_LIFE))
 
     async def _put(self, packet: Packet) -> int:

@@ -10,19 +10,19 @@ import pytest
 from attrs import evolve
 
 from dgr.errors import ArtifactError, InvalidLayerRange, UnsupportedModel
-from dgr.model.artifact import Artifact, identity
+from dgr.model.artifact import Artifact
 from dgr.model.ggml import GgmlType
-from dgr.model.gguf import GgufFile, MetaValue, TensorInfo, ValueType
+from dgr.model.gguf import TensorInfo
 from dgr.model.route import LayerRange
 from dgr.model.tensors import TensorKind, block_tensors, head_tensors, range_tensors, tail_tensors
 from dgr.model.v4 import V4_FLASH
-from dgr.testing.fixture import write_fixture
 
 
 def with_tensors(artifact: Artifact, change: Callable[[dict[str, TensorInfo]], None]) -> Artifact:
     tensors = dict(artifact.file.tensors)
     change(tensors)
-    return evolve(artifact, file=evolve(artifact.file, tensors=tensors))
+    file = evolve(artifact.file, tensors=tensors)
+    return evolve(artifact, parts=evolve(artifact.parts, files=(file,), n_tensors=len(tensors)))
 
 
 def test_published_model_has_the_published_tensors() -> None:
@@ -195,55 +195,16 @@ def test_other_models_are_named_with_their_file(build_gguf: Callable[..., bytes]
         Artifact.open(path)
 
 
-def test_parts_of_a_split_model_are_refused(build_gguf: Callable[..., bytes], tmp_path: Path) -> None:
-    path = tmp_path / "m-00002-of-00003.gguf"
-    pairs = [
-        ("split.no", ValueType.UINT16, struct.pack("<H", 1)),
-        ("split.count", ValueType.UINT16, struct.pack("<H", 3)),
-    ]
-    path.write_bytes(build_gguf(pairs))
-    with pytest.raises(ArtifactError, match="part 2 of a model in 3 files"):
-        Artifact.open(path)
+@pytest.mark.parametrize("name", ["blk.3.ffn_up_exps.scale", "blk.0.ffn_down_shexp.input_scale"])
+def test_factors_that_the_graph_would_ignore_are_refused(min_model: Path, name: str) -> None:
+    def add(tensors: dict[str, TensorInfo]) -> None:
+        tensors[name] = evolve(tensors["blk.3.exp_probs_b.bias"], name=name)
+
+    artifact = with_tensors(Artifact.open(min_model), add)
+    with pytest.raises(UnsupportedModel, match=rf"'{name}' is a factor that llama.cpp's V4 graph does not apply"):
+        artifact.check(LayerRange(1, 2))
 
 
-def same(file: GgufFile, **changes: MetaValue | None) -> str:
-    metadata = {**file.metadata, **{key: value for key, value in changes.items() if value is not None}}
-    return identity(metadata, file.tensors.values())
-
-
-def test_identity_ignores_names_and_order_and_nothing_else(min_model: Path, tmp_path: Path) -> None:
-    artifact = Artifact.open(min_model)
-    file, known = artifact.file, artifact.identity
-    assert len(known) == 64
-    assert known == identity(dict(reversed(list(file.metadata.items()))), list(file.tensors.values())[::-1])
-    moved = [evolve(tensor, offset=tensor.offset + 4096) for tensor in file.tensors.values()]
-    assert known == identity(file.metadata, moved)
-    for ignored in ("general.name", "general.alignment", "split.count", "deepseek4.dgr.layer_begin"):
-        assert known == same(file, **{ignored: MetaValue(ValueType.UINT32, 7)})
-    for counted in ("deepseek4.expert_weights_scale", "tokenizer.ggml.bos_token_id", "general.architecture", "new.key"):
-        assert known != same(file, **{counted: MetaValue(ValueType.UINT32, 7)})
-    # The same number in another type is another key.
-    one, other = (MetaValue(kind, 7) for kind in (ValueType.UINT32, ValueType.INT32))
-    assert same(file, k=one) != same(file, k=other)
-    first, *rest = file.tensors.values()
-    assert known != identity(file.metadata, rest)
-    for change in ({"name": "x"}, {"ne": first.ne[::-1]}, {"type": GgmlType.I32}):
-        assert known != identity(file.metadata, [evolve(first, **change), *rest])
-
-
-def test_identity_is_stable() -> None:
-    metadata = {
-        "general.architecture": MetaValue(ValueType.STRING, "deepseek4"),
-        "k": MetaValue(ValueType.FLOAT32, 0.5),
-    }
-    tensors = [TensorInfo("t", (4, 2), GgmlType.F16, 0, 16)]
-    assert identity(metadata, tensors) == "55735c1c40ba3b6d74f2d3d49d3215fbcfe7be356f92ba482aea00c8e6706be6"
-
-
-def test_seeds_share_an_identity_and_shapes_do_not(min_model: Path, tmp_path: Path) -> None:
-    again, more = tmp_path / "again.gguf", tmp_path / "more.gguf"
-    write_fixture(again, preset="min", layers=4, mtp=True, seed=5)
-    write_fixture(more, preset="min", layers=5, mtp=True)
-    # Until weights are digested, the table is all there is.
-    assert Artifact.open(again).identity == Artifact.open(min_model).identity
-    assert Artifact.open(more).identity != Artifact.open(min_model).identity
+def test_mtp_is_no_layer_of_a_range(min_model: Path) -> None:
+    with pytest.raises(InvalidLayerRange, match="layer 4 is the MTP block, which is reserved and never run"):
+        Artifact.open(min_model).check(LayerRange(3, 5))

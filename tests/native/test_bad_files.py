@@ -15,10 +15,11 @@ from dgr.model.gguf import read_gguf
 Edit = Callable[[bytearray], None]
 
 
-def open_stage(path: Path, begin: int = 0, end: int = 0) -> tuple[int, str]:
+def open_stage(path: Path, begin: int = 0, end: int = 0, *, check_tensors: bool = False) -> tuple[int, str]:
     """Status and message of an attempt to open layers of a file."""
     params = ffi.new("dgr_stage_params *", lib.dgr_stage_params_default())
     params.layer_begin, params.layer_end, params.n_ctx = begin, end, 256
+    params.check_tensors = check_tensors
     stage = ffi.new("dgr_stage **")
     status = lib.dgr_stage_open(str(path).encode(), params, stage)
     lib.dgr_stage_close(stage[0])
@@ -140,6 +141,18 @@ def test_hash_routing_to_an_expert_that_is_not_there(five_layers: Path, tmp_path
     assert status == lib.DGR_ERR_LOAD
     assert f"blk.1.ffn_gate_tid2eid names expert {expert}" in message
     assert open_stage(path, 2, 5)[0] == lib.DGR_OK  # not its table
+
+
+def test_weights_that_are_not_finite(five_layers: Path, tmp_path: Path) -> None:
+    path = tmp_path / "weights.gguf"
+    shutil.copy(five_layers, path)
+    with path.open("r+b") as file:
+        file.seek(read_gguf(path).tensors["blk.3.attn_norm.weight"].offset)
+        file.write(struct.pack("<f", float("nan")))
+    status, message = open_stage(path, check_tensors=True)
+    assert status == lib.DGR_ERR_LOAD
+    assert "blk.3.attn_norm.weight" in message
+    assert open_stage(path, 0, 3, check_tensors=True)[0] == lib.DGR_OK  # not its layer
 
 
 @pytest.mark.parametrize("kept", [0, 3, 24, 1000, 0.5, 0.99])

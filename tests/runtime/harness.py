@@ -48,7 +48,9 @@ class Stages:
         ranges = parse_split(",".join(name.partition("#")[0] for name in names), MODEL.n_layers)
         return Route(tuple(StageRef(name, layers) for name, layers in zip(names, ranges, strict=True)))
 
-    def pipeline(self, split: str, *, timeouts: Timeouts = TIMEOUTS, **options) -> AbstractAsyncContextManager[Pipeline]:
+    def pipeline(
+        self, split: str, *, timeouts: Timeouts = TIMEOUTS, **options
+    ) -> AbstractAsyncContextManager[Pipeline]:
         return open_pipeline_on(self.cluster.connect, self.route(split), timeouts=timeouts, **options)
 
     def shard(self, name: str) -> Shard:

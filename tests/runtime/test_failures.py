@@ -109,12 +109,11 @@ async def test_a_native_failure_loses_every_session_of_its_batch_and_no_other(au
             async with pipeline.session() as session:
                 answers[first] = await take(session.generate([first], max_tokens=2))
 
-        async with trio.open_nursery() as nursery:
-            async with held(stages.shard("0:2")):
-                for first in (5, 6):
-                    nursery.start_soon(ask, first)
-                await rest()
-                engine.faults.append(Fault(FaultKind.ERROR, slot=1))
+        async with trio.open_nursery() as nursery, held(stages.shard("0:2")):
+            for first in (5, 6):
+                nursery.start_soon(ask, first)
+            await rest()
+            engine.faults.append(Fault(FaultKind.ERROR, slot=1))
         assert answers == {5: reference([5], 2), 6: reference([6], 2)}
         lost = {event.session for event in seen(events) if isinstance(event, StateLost)}
         failed = next(batch for batch in batches if 1 in batch)
@@ -409,16 +408,15 @@ async def test_closing_the_pipeline_tells_whoever_waits(autojump_clock: trio.abc
 
 
 async def test_a_stage_that_hangs_costs_its_callers_the_stated_deadlines(autojump_clock: trio.abc.Clock) -> None:
-    async with open_stages(TWO) as stages, stages.pipeline(TWO, retries=1) as pipeline:
-        async with pipeline.session() as session:
-            await session.prefill([1])
-            async with held(stages.shard("2:6")):
-                began = trio.current_time()
-                with pytest.raises(PrefillFailed, match="no answer to Close of session 1 from stage 2:6 within 10 s"):
-                    await take(session.generate(PROMPT))
-                # One chunk unanswered, then the slot that cannot be cleared.
-                assert trio.current_time() - began == pytest.approx(TIMEOUTS.reply + TIMEOUTS.control)
-            assert await take(session.generate(max_tokens=2)) == reference([1, *PROMPT], 2)
+    async with open_stages(TWO) as stages, stages.pipeline(TWO, retries=1) as pipeline, pipeline.session() as session:
+        await session.prefill([1])
+        async with held(stages.shard("2:6")):
+            began = trio.current_time()
+            with pytest.raises(PrefillFailed, match="no answer to Close of session 1 from stage 2:6 within 10 s"):
+                await take(session.generate(PROMPT))
+            # One chunk unanswered, then the slot that cannot be cleared.
+            assert trio.current_time() - began == pytest.approx(TIMEOUTS.reply + TIMEOUTS.control)
+        assert await take(session.generate(max_tokens=2)) == reference([1, *PROMPT], 2)
 
 
 async def test_a_fence_that_hangs_is_given_up(autojump_clock: trio.abc.Clock) -> None:
@@ -462,10 +460,9 @@ async def test_many_sessions_at_once(autojump_clock: trio.abc.Clock, n_seq_max: 
             async with pipeline.session() as session:
                 answers[first] = await take(session.generate([first, 1, 2], max_tokens=3))
 
-        async with trio.open_nursery() as nursery:
-            async with held(stages.shard("0:2")):
-                for first in range(n_seq_max):
-                    nursery.start_soon(ask, first)
-                await rest()
+        async with trio.open_nursery() as nursery, held(stages.shard("0:2")):
+            for first in range(n_seq_max):
+                nursery.start_soon(ask, first)
+            await rest()
         assert answers == {first: reference([first, 1, 2], 3) for first in range(n_seq_max)}
         assert pipeline.epoch == 1

@@ -1,0 +1,80 @@
+"""Draw every state machine of the runtime from its table: ``python docs/draw_states.py`` writes docs/state-machines.md."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from pathlib import Path
+
+from dgr.runtime.states import MACHINES
+
+PAGE = Path(__file__).with_name("state-machines.md")
+#: What each machine is the state of.
+TITLES = {
+    "session": "A session on one shard",
+    "epoch": "A route session on one shard",
+    "client": "A session as its pipeline sees it",
+    "route": "A route as its pipeline sees it",
+}
+INTRODUCTION = """\
+# State machines
+
+Drawn from the tables in `dgr/runtime/states.py` by `docs/draw_states.py`; a test keeps this page up to date. A pair of state
+and event that is not in the table is refused with `InvalidTransition`: it would be a defect of the runtime.
+"""
+
+
+def comments(members: type[Enum]) -> Mapping[str, str]:
+    """The ``#:`` comment above each member."""
+    found, lines = {}, []
+    for line in inspect.getsource(members).splitlines():
+        if comment := re.match(r"\s*#: (.*)", line):
+            lines.append(comment[1])
+        elif member := re.match(r"\s*([A-Z_]+) = ", line):
+            found[member[1]], lines = " ".join(lines), []
+    return found
+
+
+def diagram(table: Mapping[tuple[Enum, Enum], Enum], first: Enum) -> Iterator[str]:
+    """Mermaid lines; events that lead from one state to the same other one share an arrow."""
+    arrows: dict[tuple[Enum, Enum], list[str]] = {}
+    for (state, event), following in table.items():
+        arrows.setdefault((state, following), []).append(event.value)
+    yield "stateDiagram-v2"
+    yield f"    [*] --> {first.value}"
+    for (state, following), events in arrows.items():
+        yield f"    {state.value} --> {following.value}: {', '.join(events)}"
+    left = {state for state, _ in table}
+    for state in type(first):
+        if state not in left:
+            yield f"    {state.value} --> [*]"
+
+
+def section(name: str) -> Iterator[str]:
+    states, events, table, first = MACHINES[name]
+    yield f"## {TITLES[name]}"
+    yield ""
+    yield "```mermaid"
+    yield from diagram(table, first)
+    yield "```"
+    for what, members in (("state", states), ("event", events)):
+        yield ""
+        yield f"| {what} | meaning |"
+        yield "|---|---|"
+        words = comments(members)
+        for member in members:
+            yield f"| {member.value} | {words[member.name]} |"
+    yield ""
+
+
+def page() -> str:
+    lines = [INTRODUCTION]
+    for name in MACHINES:
+        lines += section(name)
+    return "\n".join(lines).rstrip() + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page(), encoding="utf-8")

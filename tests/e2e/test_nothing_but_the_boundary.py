@@ -1,0 +1,257 @@
+"""What crosses between stages is the boundary and nothing else: every byte on every link is recorded and searched.
+
+That no message *can* carry cache rows is shown on the schema, beside the wire's own tests. Here is what does travel: the
+size of every frame over a conversation of growing context, and a search for the rows that the caches hold.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import struct
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+import pytest
+import trio
+from attrs import evolve, frozen
+
+import dgr.runtime.local
+from dgr.engine.base import ContextParams
+from dgr.testing.mutants import Mutant
+from dgr.wire import frames
+
+CONTEXT = ContextParams(n_ctx=512, n_batch=128, n_ubatch=128)
+SPLIT = "0:2,2:4,4:7"
+#: Bytes of a row that are searched for at a time.
+PIECE = 16
+
+
+class Tap(trio.abc.Stream):
+    """A transport that keeps what is sent into it."""
+
+    def __init__(self, stream: trio.abc.Stream) -> None:
+        self.stream = stream
+        self.sent = bytearray()
+
+    async def send_all(self, data):
+        self.sent += data
+        await self.stream.send_all(data)
+
+    async def wait_send_all_might_not_block(self):
+        await self.stream.wait_send_all_might_not_block()
+
+    async def receive_some(self, max_bytes=None):
+        return await self.stream.receive_some(max_bytes)
+
+    async def aclose(self):
+        await self.stream.aclose()
+
+
+@pytest.fixture
+def taps(monkeypatch: pytest.MonkeyPatch) -> list[Tap]:
+    """Every end of every link made from now on."""
+    made: list[Tap] = []
+    transports = dgr.runtime.local.memory_transports
+
+    def tapped():
+        ends = [Tap(end) for end in transports()]
+        made.extend(ends)
+        return tuple(ends)
+
+    monkeypatch.setattr(dgr.runtime.local, "memory_transports", tapped)
+    return made
+
+
+@frozen
+class Crossing:
+    """One frame as it went over a link."""
+
+    frame: frames.Frame
+    #: Bytes of the message packet, its header included.
+    header: int
+    #: The payload's fragments, put together.
+    payload: bytes
+
+
+def crossings(sent: bytes) -> Iterator[Crossing]:
+    """The frames in a recording; read here from the packet layout itself, not with the product's framer."""
+    at, payloads, opened = 0, {}, []
+    while at < len(sent):
+        length, kind, zero, stream = struct.unpack_from("<IBBH", sent, at)
+        body = sent[at + 8 : at + 8 + length]
+        assert (len(body), zero) == (length, 0)
+        at += 8 + length
+        if kind == 1:
+            opened.append((frames.decode(body), 8 + length, payloads.setdefault((stream, len(opened)), bytearray())))
+            if stream:
+                payloads[stream] = opened[-1][2]
+        else:
+            assert kind == 2
+            payloads[stream] += body
+    for frame, header, payload in opened:
+        yield Crossing(frame, header, bytes(payload))
+
+
+def between_stages(taps: Iterable[Tap]) -> list[Crossing]:
+    """Everything that went over the links between stages."""
+    found = []
+    for tap in taps:
+        recording = list(crossings(bytes(tap.sent)))
+        if any(isinstance(crossing.frame, frames.Boundary | frames.Ready) for crossing in recording):
+            found += recording
+    return found
+
+
+def wrong_sizes(recording: Iterable[Crossing], width: int) -> list[str]:
+    """Frames that are larger than the boundary of their own tokens allows."""
+    wrong = []
+    for crossing in recording:
+        tokens = len(crossing.frame.tokens) if isinstance(crossing.frame, frames.Boundary) else 0
+        if len(crossing.payload) != tokens * width * 4:
+            wrong.append(f"{type(crossing.frame).__name__}: payload of {len(crossing.payload)} bytes, {tokens} tokens")
+        if crossing.header > 256 + 5 * tokens:
+            wrong.append(f"{type(crossing.frame).__name__}: header of {crossing.header} bytes, {tokens} tokens")
+    return wrong
+
+
+class Collector(Mutant):
+    """Changes nothing; notes every row that any component of its stage holds after every run."""
+
+    def __init__(self, engine, pieces: set[bytes]) -> None:
+        super().__init__(engine)
+        self.pieces = pieces
+
+    def run(self, batch):
+        outputs = self.engine.run(batch)
+        for component, layer in self.engine.owned():
+            for row in self.engine.rows(component, layer):
+                if any(row):
+                    self.pieces.update(row[at : at + PIECE] for at in range(0, len(row) - PIECE + 1, PIECE))
+        return outputs
+
+
+def occurrences(pieces: set[bytes], recording: bytes) -> list[bytes]:
+    """Pieces that occur anywhere in a recording, at any offset; pieces of a few repeated bytes say nothing."""
+    pieces = {piece for piece in pieces if len(set(piece)) > 4}
+    heads = np.array(sorted({piece[:8] for piece in pieces}), dtype="S8").view("<u8")
+    found = []
+    for shift in range(8):
+        words = np.frombuffer(recording, "<u8", offset=shift, count=(len(recording) - shift) // 8)
+        for index in np.nonzero(np.isin(words, heads))[0]:
+            at = 8 * int(index) + shift
+            if recording[at : at + PIECE] in pieces:
+                found.append(recording[at : at + PIECE])
+    return found
+
+
+def everything(taps: Sequence[Tap]) -> bytes:
+    """All bytes of all links as sent, and all payloads put together."""
+    return b"".join(bytes(tap.sent) for tap in taps) + b"".join(
+        crossing.payload for tap in taps for crossing in crossings(bytes(tap.sent))
+    )
+
+
+async def converse(session, prompt) -> None:
+    """Turns that make the context grow to some hundreds of tokens."""
+    for seed, size in enumerate((1, 5, 64, 130, 200)):
+        async for _ in session.generate(prompt(size, seed=seed), max_tokens=4, stop=()):
+            pass
+
+
+async def test_frames_have_the_boundarys_size_and_do_not_grow(small, prompt, open_stages, taps):
+    async with open_stages(small, SPLIT, CONTEXT, chunk=64) as running, running.pipeline.session() as session:
+        await converse(session, prompt)
+        width = running.engines[0].describe().width_out
+        committed = session.committed
+    recording = between_stages(taps)
+    boundaries = [crossing for crossing in recording if isinstance(crossing.frame, frames.Boundary)]
+    others = frames.AwaitReady | frames.Ready | frames.Credit
+    assert all(isinstance(crossing.frame, others) for crossing in recording if crossing not in boundaries)
+    assert sum(len(crossing.frame.tokens) for crossing in boundaries) == 2 * committed  # two links
+    assert wrong_sizes(recording, width) == []
+    single = [crossing.header for crossing in boundaries if len(crossing.frame.tokens) == 1]
+    assert boundaries[-1].frame.expect.position > 400
+    assert max(single) - min(single) <= 8  # integers become wider, nothing else
+
+
+def collecting(n_stages: int, pieces: set[bytes]):
+    return {stage: lambda engine: Collector(engine, pieces) for stage in range(n_stages)}
+
+
+@pytest.mark.parametrize("type_k", ["f16", "f32"])
+async def test_no_row_of_any_cache_occurs(small, prompt, open_stages, taps, type_k):
+    pieces: set[bytes] = set()
+    context = evolve(CONTEXT, type_k=type_k)
+    async with (
+        open_stages(small, SPLIT, context, chunk=64, mutate=collecting(3, pieces)) as running,
+        running.pipeline.session() as session,
+    ):
+        await converse(session, prompt)
+        await session.frontier()
+    assert len(pieces) > 10_000
+    recording = everything(taps)
+    assert len(recording) > 500_000
+    assert occurrences(pieces, recording) == []
+
+
+# --- the proof can fail -----------------------------------------------------------------------------------------------
+
+
+class Smuggler(Mutant):
+    """A head that hides one row of one component in what it hands on."""
+
+    def __init__(self, engine, component: str, hide) -> None:
+        super().__init__(engine)
+        self.component = component
+        self.hide = hide
+
+    def run(self, batch):
+        outputs = self.engine.run(batch)
+        if self.engine.position(0) < 200:  # every component holds rows by then
+            return outputs
+        component, layer = next(key for key in self.engine.owned() if key[0] == self.component)
+        row = next(row for row in self.engine.rows(component, layer) if any(row))
+        return [evolve(output, residual=self.hide(bytes(output.residual), row)) for output in outputs]
+
+
+def inside(residual: bytes, row: bytes) -> bytes:
+    """At an odd offset, in place of other bytes."""
+    return (residual[:13] + row[: len(residual) - 13] + residual[13 + len(row) :])[: len(residual)]
+
+
+def behind(residual: bytes, row: bytes) -> bytes:
+    return residual + row
+
+
+@pytest.mark.parametrize("component", ["raw_swa", "csa", "hca", "indexer", "csa_ring", "hca_ring", "indexer_ring"])
+async def test_a_smuggled_row_is_found(small, prompt, open_stages, taps, component):
+    pieces: set[bytes] = set()
+    mutate = {0: lambda engine: Smuggler(Collector(engine, pieces), component, inside)}
+    async with (
+        open_stages(small, "0:4,4:7", CONTEXT, chunk=64, mutate=mutate) as running,
+        running.pipeline.session() as session,
+    ):
+        with contextlib.suppress(dgr.DgrError):  # some rows are no floats that a stage would take
+            await converse(session, prompt)
+    assert occurrences(pieces, everything(taps)) != []
+
+
+async def test_a_row_behind_the_boundary_cannot_be_sent(small, prompt, open_stages, taps):
+    smuggle = {0: lambda engine: Smuggler(engine, "raw_swa", behind)}
+    async with (
+        open_stages(small, SPLIT, CONTEXT, chunk=64, mutate=smuggle) as running,
+        running.pipeline.session() as session,
+    ):
+        with pytest.raises(dgr.DgrError):
+            await session.prefill(prompt(250))
+        width = running.engines[0].describe().width_out
+    assert wrong_sizes(between_stages(taps), width) == []
+
+
+def test_a_frame_that_grew_is_found():
+    key = frames.Key(bytes(16), 1, 1)
+    boundary = frames.Boundary(key, 1, frames.Expectation(0, bytes(16)), (1, 2), 0, None, payload=2048)
+    assert wrong_sizes([Crossing(boundary, 80, bytes(2048))], 256) == []
+    assert wrong_sizes([Crossing(boundary, 80, bytes(2048 + 64))], 256) != []
+    assert wrong_sizes([Crossing(boundary, 256 + 5 * 2 + 1, bytes(2048))], 256) != []
+    assert wrong_sizes([Crossing(frames.Ready(bytes(16), 1), 30, bytes(64))], 256) != []

@@ -1,0 +1,384 @@
+"""Stages behind real sockets in this process, a bad cable before one of them, and peers that do not mean well.
+
+What a test waits for is an event or a condition; the deadlines here are guards against hanging, never the measure.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+
+import msgspec
+import trio
+import trustme
+from attrs import evolve
+
+from dgr.engine.base import ContextParams, LogitsWanted, SamplingParams, Work
+from dgr.errors import DgrError, LinkBroken
+from dgr.model.route import LayerRange, Route, StageRef
+from dgr.runtime.client import GeneratedToken, Generation
+from dgr.runtime.events import Event
+from dgr.runtime.identity import identity_of
+from dgr.runtime.pipeline import Pipeline, Timeouts, open_pipeline_on
+from dgr.runtime.remote import LinkPolicy, RemoteConnector, StageServer
+from dgr.runtime.shard import Shard, limits_of, open_shard
+from dgr.testing.fake import FakeEngine, FakeModel
+from dgr.testing.relay import Relay, open_relay
+from dgr.wire import frames
+from dgr.wire.frames import Denied, Hello, Role, Welcome
+from dgr.wire.handshake import HANDSHAKE_LIMITS, exchange_preamble
+from dgr.wire.links import Link, open_link
+from dgr.wire.tcp import Credentials, Transport, listen, parse_address
+
+MODEL = FakeModel()
+CONTEXT = ContextParams(n_ctx=96, n_batch=16, n_ubatch=8, n_seq_max=3)
+WHOLE, TWO, THREE = ("0:6",), ("0:2", "2:6"), ("0:1", "1:4", "4:6")
+PROMPT = list(b"In a hole in the ground there lived a hobbit.")
+#: Seconds after which a test hangs.
+HANG = 60.0
+#: Short, so that a test need not wait; long enough for a busy machine.
+HANDSHAKE = 1.0
+TIMEOUTS = Timeouts(reply=20.0, control=20.0, route=30.0)
+
+
+async def until(condition: Callable[[], object], seconds: float = 20.0) -> None:
+    """Wait for a condition that no event announces."""
+    with trio.fail_after(seconds):
+        while not condition():  # noqa: ASYNC110
+            await trio.sleep(0.002)
+
+
+async def take(generation: Generation, count: int | None = None) -> list[int]:
+    """The ids of the next ``count`` tokens, or of all."""
+    tokens: list[GeneratedToken] = []
+    while count is None or len(tokens) < count:
+        try:
+            tokens.append(await anext(generation))
+        except StopAsyncIteration:
+            break
+    return [token.id for token in tokens]
+
+
+async def answer_of(pipeline: Pipeline, prompt: Sequence[int] = PROMPT, count: int = 12) -> list[int]:
+    async with pipeline.session() as session:
+        return await take(session.generate(prompt, max_tokens=count))
+
+
+def reference(prompt: Sequence[int] = PROMPT, count: int = 12) -> list[int]:
+    """What the whole model, undisturbed, answers to a prompt."""
+    room = len(prompt) + count
+    engine = FakeEngine(None, evolve(CONTEXT, n_ctx=room, n_batch=room, n_ubatch=room, n_seq_max=1))
+    history, new = list(prompt), list(prompt)
+    for _ in range(count):
+        (output,) = engine.run([Work(0, len(history) - len(new), new, logits=LogitsWanted.LAST)])
+        assert output.logits is not None
+        new = [engine.sample(output.logits, history, SamplingParams())[0]]
+        history += new
+    return history[len(prompt) :]
+
+
+async def next_event(events: trio.MemoryReceiveChannel[Event], kind: type[Event]) -> Event:
+    """The next event of a kind; others are passed over."""
+    async for event in events:
+        if isinstance(event, kind):
+            return event
+    raise AssertionError(f"no {kind.__name__} came")
+
+
+def seen(events: trio.MemoryReceiveChannel[Event]) -> list[Event]:
+    """The events that came so far."""
+    found: list[Event] = []
+    while True:
+        try:
+            found.append(events.receive_nowait())
+        except (trio.WouldBlock, trio.EndOfChannel):
+            return found
+
+
+@asynccontextmanager
+async def held(shard: Shard) -> AsyncIterator[None]:
+    """Nothing runs on a shard for the length of the block, as behind a long step."""
+    async with shard.stepper._lock:
+        yield
+
+
+# --- stages ---
+
+
+class Host:
+    """What a stage process is made of."""
+
+    def __init__(self, address: str, engine: FakeEngine, shard: Shard, server: StageServer) -> None:
+        self.address = address
+        self.engine = engine
+        self.shard = shard
+        self.server = server
+        self.scope = trio.CancelScope()
+        self.ended = trio.Event()
+
+    @property
+    def layers(self) -> LayerRange:
+        return self.engine.describe().layers
+
+    async def kill(self) -> None:
+        """All its sockets close and its state is gone."""
+        self.scope.cancel()
+        await self.ended.wait()
+
+
+class Hosts:
+    """Stage processes in miniature; made by :func:`open_hosts`."""
+
+    def __init__(self, nursery: trio.Nursery, policy: LinkPolicy, context: ContextParams, model: FakeModel) -> None:
+        self.policy = policy
+        self.context = context
+        self.model = model
+        self.running: list[Host] = []
+        self._nursery = nursery
+
+    async def start(
+        self,
+        layers: str,
+        *,
+        address: str = "127.0.0.1:0",
+        engine: FakeEngine | None = None,
+        policy: LinkPolicy | None = None,
+        dial: Callable[[str, str], Awaitable[Link]] | None = None,
+    ) -> Host:
+        engine = engine or FakeEngine(LayerRange.parse(layers), self.context, model=self.model)
+        return await self._nursery.start(self._run, engine, address, policy or self.policy, dial)
+
+    async def start_all(self, split: Sequence[str], **options) -> list[Host]:
+        return [await self.start(layers, **options) for layers in split]
+
+    async def restart(self, host: Host) -> Host:
+        """The same stage at the same address, with no state."""
+        await host.kill()
+        return await self.start(str(host.layers), address=host.address)
+
+    async def _run(
+        self,
+        engine: FakeEngine,
+        address: str,
+        policy: LinkPolicy,
+        dial: Callable[[str, str], Awaitable[Link]] | None,
+        *,
+        task_status: trio.TaskStatus[Host],
+    ) -> None:
+        listeners, tls = await listen(address, credentials=policy.credentials, allow_plain=policy.allow_plain)
+        name, port = listeners[0].socket.getsockname()[:2]
+        server = StageServer(policy)
+        async with open_shard(engine, dial or server.dial, name=str(engine.describe().layers)) as shard:
+            host = Host(f"[{name}]:{port}" if ":" in name else f"{name}:{port}", engine, shard, server)
+            self.running.append(host)
+            try:
+                with host.scope:
+                    async with trio.open_nursery() as nursery:
+                        await nursery.start(server.serve, shard, listeners, tls)
+                        task_status.started(host)
+            finally:
+                self.running.remove(host)
+        host.ended.set()
+
+    def route(self, hosts: Sequence[Host]) -> Route:
+        return Route(tuple(StageRef(host.address, host.layers) for host in hosts))
+
+    def connector(self, **options) -> RemoteConnector:
+        return RemoteConnector(options.pop("policy", self.policy), **options)
+
+    def pipeline(self, hosts: Sequence[Host], **options) -> AbstractAsyncContextManager[Pipeline]:
+        connect = options.pop("connect", None) or self.connector()
+        options.setdefault("timeouts", TIMEOUTS)
+        return open_pipeline_on(connect, self.route(hosts), **options)
+
+    async def assert_serving(self, hosts: Sequence[Host], **options) -> None:
+        """A client who means well is served; afterwards nobody holds anything here."""
+        async with self.pipeline(hosts, **options) as pipeline:
+            assert await answer_of(pipeline, count=4) == reference(count=4)
+        await self.assert_empty()
+
+    async def assert_empty(self) -> None:
+        """Nobody holds anything, but for links between stages, which stay for the next route."""
+        await until(self._are_empty)
+        for host in self.running:
+            for slot in range(self.context.n_seq_max):
+                assert host.engine.position(slot) == 0
+
+    def _are_empty(self) -> bool:
+        shards = [host.shard.statistics() for host in self.running]
+        servers = [host.server.statistics() for host in self.running]
+        between = sum(len(server.leaving) for server in servers)
+        return (
+            all((shard.routes, shard.sessions, shard.leased_bytes) == (0, 0, 0) for shard in shards)
+            and all(server.strangers == 0 for server in servers)
+            and sum(server.links for server in servers) == between
+        )
+
+
+@asynccontextmanager
+async def open_hosts(
+    policy: LinkPolicy | None = None, *, context: ContextParams = CONTEXT, model: FakeModel = MODEL
+) -> AsyncIterator[Hosts]:
+    """A place for stages behind sockets; all of them end with the block."""
+    with trio.fail_after(HANG):
+        async with trio.open_nursery() as nursery:
+            yield Hosts(nursery, policy or LinkPolicy(handshake=HANDSHAKE), context, model)
+            nursery.cancel_scope.cancel()
+
+
+# --- certificates ---
+
+
+class Authority:
+    """A private CA, and credentials of hosts as files."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._count = 0
+        self._ca = trustme.CA()
+        self.ca = folder / "ca.pem"
+        folder.mkdir()
+        self._ca.cert_pem.write_to_path(self.ca)
+
+    def credentials(self, *names: str, common_name: str | None = None, expired: bool = False) -> Credentials:
+        """A certificate for ``names`` (or for none, with a common name), signed by this CA."""
+        yesterday = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=1)
+        times = {"not_before": yesterday - datetime.timedelta(days=9), "not_after": yesterday} if expired else {}
+        issued = self._ca.issue_cert(*names, common_name=common_name, **times)
+        self._count += 1
+        certificate, key = self._folder / f"{self._count}.pem", self._folder / f"{self._count}.key"
+        issued.cert_chain_pems[0].write_to_path(certificate)
+        issued.private_key_pem.write_to_path(key)
+        return Credentials(self.ca, certificate, key)
+
+    def policy(self, *names: str, **options) -> LinkPolicy:
+        return LinkPolicy(credentials=self.credentials(*names), **{"handshake": HANDSHAKE, **options})
+
+
+# --- a bad cable ---
+
+
+class Cable:
+    """An address before a stage's own: everything that is dialled there passes a relay. Made by :func:`open_cable`."""
+
+    def __init__(self, target: str, address: str) -> None:
+        self.address = address
+        self.relays: list[Relay] = []
+        self._target = parse_address(target)
+
+    async def join(self, near: trio.SocketStream) -> None:
+        try:
+            far = await trio.open_tcp_stream(*self._target)
+        except OSError:
+            await trio.aclose_forcefully(near)  # as nobody listens there
+            return
+        async with open_relay(near, far) as relay:
+            self.relays.append(relay)
+            await relay.wait_closed()
+            self.relays.remove(relay)
+
+    async def cut(self) -> None:
+        """End every connection there is; new ones find their way."""
+        for relay in list(self.relays):
+            await relay.cut()
+
+    def stall(self) -> None:
+        for relay in self.relays:
+            relay.rightward.stall()
+            relay.leftward.stall()
+
+
+@asynccontextmanager
+async def open_cable(target: str) -> AsyncIterator[Cable]:
+    (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
+    cable = Cable(target, f"127.0.0.1:{listener.socket.getsockname()[1]}")
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(trio.serve_listeners, cable.join, [listener])
+        yield cable
+        nursery.cancel_scope.cancel()
+
+
+# --- peers by hand ---
+
+
+def identity(layers: str = "0:2", context: ContextParams = CONTEXT, **changes) -> frames.Identity:
+    """What a stage of these layers says of itself, but for ``changes``."""
+    return msgspec.structs.replace(identity_of(FakeEngine(LayerRange.parse(layers), context).describe()), **changes)
+
+
+@asynccontextmanager
+async def connected(address: str, credentials: Credentials | None = None) -> AsyncIterator[Transport]:
+    """A transport to a stage before any word of ours."""
+    host, port = parse_address(address)
+    stream: Transport = await trio.open_tcp_stream(host, port)
+    if credentials is not None:
+        stream = trio.SSLStream(stream, credentials.context(server=False), server_hostname=host)
+    try:
+        yield stream
+    finally:
+        await trio.aclose_forcefully(stream)
+
+
+@asynccontextmanager
+async def greeted(
+    address: str, hello: frames.Frame, credentials: Credentials | None = None, *, heartbeat: float | None = None
+) -> AsyncIterator[tuple[Link, frames.Frame]]:
+    """A link to a stage after ``hello``, and the answer to it."""
+    async with connected(address, credentials) as transport:
+        await exchange_preamble(transport, HANG)
+        async with open_link(transport, HANDSHAKE_LIMITS, name=f"to {address}", heartbeat=heartbeat) as link:
+            link.send_nowait(hello)
+            answer = (await anext(link)).frame
+            if isinstance(answer, Welcome):
+                about = FakeEngine(
+                    LayerRange(answer.identity.layer_begin, answer.identity.layer_end), CONTEXT, model=MODEL
+                ).describe()
+                link.agree(limits_of(about), None)
+            yield link, answer
+
+
+async def denied(address: str, hello: frames.Frame, credentials: Credentials | None = None) -> str:
+    """Why a stage refuses a Hello; the link is closed after it."""
+    async with greeted(address, hello, credentials) as (link, answer):
+        assert isinstance(answer, Denied), answer
+        await assert_closed(link)
+        return answer.message
+
+
+async def assert_closed(link: Link) -> None:
+    """The other side ends a link, with nothing more to say."""
+    try:
+        async for received in link:
+            assert isinstance(received.frame, frames.Ping | frames.Pong), received.frame
+    except LinkBroken:
+        pass  # with bytes of ours unread it is a reset
+
+
+def client(name: str = "a client", wants: tuple[str, ...] = ("decode",)) -> Hello:
+    return Hello(Role.PIPELINE, name, None, wants)
+
+
+def stage(name: str, layers: str = "0:2", **changes) -> Hello:
+    return Hello(Role.STAGE, name, identity(layers, **changes))
+
+
+async def read_to_end(stream: trio.abc.ReceiveStream) -> bytes:
+    """Everything until the other side ends the connection, in whatever way."""
+    data = bytearray()
+    try:
+        while part := await stream.receive_some(65536):
+            data += part
+    except trio.BrokenResourceError:
+        pass
+    return bytes(data)
+
+
+async def failure(action: Callable[[], Awaitable[object]]) -> DgrError:
+    """The error that something ends with."""
+    try:
+        await action()
+    except DgrError as error:
+        return error
+    raise AssertionError("it went well")
