@@ -1,5 +1,6 @@
 # make demo      builds everything, makes a small V4 model, generates text through three stages
-# make test      the default suite (make test-long: all of it)
+# make test      the default suite
+# make test-long what takes minutes: every cut, the unpatched reference, soaks
 # make lint      ruff, mypy, import-linter
 # make build     the virtual environment with dgr in it, editable; C++ changes rebuild
 # make ctest     the C++ tests, built on their own out of tree
@@ -25,9 +26,9 @@ export CC CXX
 # The build tools of the environment come first, also for the programs that they start.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo test test-long lint build ctest check-patches clean
+.PHONY: demo numerics test test-long lint build ctest check-patches clean
 
-demo: build $(MODEL)
+demo: build numerics $(MODEL)
 	$(BIN)/dgr generate --model $(MODEL) --split 0:15,15:29,29:43 --prompt "The quick brown fox" -n 32 --verify
 
 $(MODEL): $(VENV)/.stamp-dgr
@@ -39,12 +40,19 @@ test: build
 	$(BIN)/python -m pytest -m "not slow and not native_reference"
 
 test-long: build
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -m "slow or native_reference"
+
+# Which types are exact on these kernels; exact numerics run with no others. Recorded once for every kernel fingerprint.
+numerics: $(VENV)/.stamp-numerics
+
+$(VENV)/.stamp-numerics: $(VENV)/.stamp-dgr
+	$(BIN)/dgr selftest numerics --if-missing
+	touch $@
 
 lint: build
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy dgr $(if $(wildcard bench/*.py),bench)
+	$(BIN)/mypy
 	$(BIN)/lint-imports
 
 build: $(VENV)/.stamp-dgr

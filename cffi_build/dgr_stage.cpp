@@ -335,7 +335,7 @@ static void decode(dgr_stage & stage, const dgr_run & run) {
     std::string reason;
     try {
         rc = llama_process(stage.ctx.get(), LLAMA_PROCESS_TYPE_DECODE, stage.batch.get());
-        reason = why.text(stage.aborted ? "the stage was aborted" : "no reason given");
+        reason = stage.aborted ? "the stage was aborted" : why.text("no reason given");
     } catch (const std::exception & e) {
         rc = INT32_MIN;
         reason = e.what();

@@ -148,18 +148,22 @@ class Flavour:
         self.patch_digest = patch_digest() if patched else "unpatched"
         self.cmake_args = [*CMAKE_ARGS, *shlex.split(os.environ.get("DGR_LLAMA_CMAKE_ARGS", ""))]
 
-    @property
-    def key(self) -> str:
-        identity = {
+    def identity(self) -> dict[str, object]:
+        """Return everything that decides what the libraries compute."""
+        return {
             "recipe": RECIPE,
             "tree": PIN["tree"]["sha256"],
             "patches": self.patch_digest,
-            "compilers": [[os.path.realpath(name), compiler_version(name)] for name in (self.cc, self.cxx)],
+            # By the file behind the name, which the version repeats: cc and gcc may be one compiler.
+            "compilers": [[path, compiler_version(path)] for path in map(os.path.realpath, (self.cc, self.cxx))],
             "cmake_args": self.cmake_args,
             "environment": {name: os.environ.get(name, "") for name in ("CFLAGS", "CXXFLAGS", "CPPFLAGS", "LDFLAGS")},
             "cpu": cpu_features(),
         }
-        return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:20]
+
+    @property
+    def key(self) -> str:
+        return hashlib.sha256(json.dumps(self.identity(), sort_keys=True).encode()).hexdigest()[:20]
 
 
 # --- source -----------------------------------------------------------------------------------------------------------
@@ -256,7 +260,8 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def describe(flavour: Flavour, prefix: Path) -> None:
-    """Leave for CMake what the shim tells of its llama.cpp."""
+    """Leave for CMake what the shim tells of its llama.cpp, and for people what the key stands for."""
+    (prefix / "identity.json").write_text(json.dumps(flavour.identity(), indent=2), encoding="utf-8")
     options = " ".join(arg.removeprefix("-D") for arg in flavour.cmake_args if "GGML_" in arg or "BUILD_TYPE" in arg)
     lines = {
         "DGR_LLAMA_CPP_COMMIT": PIN["upstream"]["commit"],

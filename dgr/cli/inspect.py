@@ -12,6 +12,7 @@ from dgr.cli.inspect_identity import show_cuts, show_identity
 from dgr.cli.tables import layer_runs, render_table
 from dgr.errors import InputError
 from dgr.model.artifact import Artifact
+from dgr.model.mtp import CONTRACT, RESERVED
 from dgr.model.route import LayerRange
 from dgr.model.state_map import ContextShape, StateMap, state_map
 from dgr.model.units import human_bytes
@@ -23,6 +24,8 @@ __all__ = ["register", "run"]
 _BUILT_IN = "v4-flash"
 #: As :class:`~dgr.engine.base.ContextParams`.
 _DEFAULT_CTX = 4096
+#: Bytes of weights that are read to tell a model's identity without being asked to.
+_QUICK = 1 << 30
 
 
 def register(subparsers: argparse._SubParsersAction[Any]) -> None:
@@ -31,8 +34,8 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
         "inspect",
         help="show a model, or the state a layer range owns",
         description="Show hyper-parameters, layer schedule and bytes of weights; with --layers or --ctx, the state"
-        " that a layer range owns; with --cuts, where it may be cut; with --identity, what a handshake compares. Only"
-        " --identity reads weights, once.",
+        " that a layer range owns; with --cuts, where it may be cut; with --identity, what a handshake compares. Weights are"
+        " read for the identity alone, once; those of more than 1 GiB only with --identity.",
     )
     parser.add_argument(
         "model", metavar="MODEL", help=f"a GGUF file (the first, if in parts), or {_BUILT_IN} for the published widths"
@@ -79,15 +82,14 @@ def _schedule(hp: HyperParameters, artifact: Artifact | None) -> list[dict[str, 
 
 def _model_object(name: str, hp: HyperParameters, artifact: Artifact | None) -> dict[str, Any]:
     found: dict[str, Any] = {"model": name, "hyper_parameters": attrs.asdict(hp), "layers": _schedule(hp, artifact)}
+    found["mtp"] = {"blocks": hp.n_mtp_layers, "status": RESERVED, "contract": CONTRACT}
     if artifact is not None:
-        known = artifact.known_manifest()
         found |= {
             "file_bytes": artifact.file_bytes,
             "files": [str(path) for path in artifact.parts.paths],
             "missing_files": [str(path) for path in artifact.parts.missing],
             "slice": str(artifact.layers) if artifact.is_slice else None,
-            # Known once its weights were read: `dgr inspect --identity`, or any stage that ran.
-            "identity": None if known is None else known.identity,
+            "identity": _quick_identity(artifact),
             "n_tensors": len(artifact.tensors),
             "weight_bytes": artifact.weight_bytes(hp.whole),
             "head_bytes": artifact.head_bytes,
@@ -114,6 +116,7 @@ def _facts(hp: HyperParameters) -> list[tuple[str, str]]:
     )
     return [
         ("main layers", f"{hp.n_layers}{mtp}"),
+        *([("MTP block", f"ignored: stages load and run the main layers alone ({CONTRACT})")] if mtp else []),
         ("widths", f"n_embd {hp.n_embd}, {hp.hc_streams} streams, boundary {hp.boundary_width} floats per token"),
         ("vocabulary", f"{hp.n_vocab} tokens"),
         ("trained context", f"{hp.context_length} tokens"),
@@ -123,6 +126,14 @@ def _facts(hp: HyperParameters) -> list[tuple[str, str]]:
         ("hyper-connections", f"{hp.hc_sinkhorn_iterations} Sinkhorn iterations, epsilon {hp.hc_epsilon:.3g}"),
         ("rope", rope),
     ]
+
+
+def _quick_identity(artifact: Artifact) -> str | None:
+    """The identity, where it is known or takes no more than a second."""
+    if artifact.is_whole and artifact.file_bytes <= _QUICK:
+        return artifact.identity
+    known = artifact.known_manifest()
+    return None if known is None else known.identity
 
 
 def _file_facts(artifact: Artifact) -> str:
@@ -137,9 +148,8 @@ def _print_model(name: str, hp: HyperParameters, artifact: Artifact | None) -> N
     facts = [("model", name)]
     if artifact is not None:
         types = ", ".join(kind.label for kind in artifact.matrix_types(hp.whole))
-        known = artifact.known_manifest()
         facts.append(("file", _file_facts(artifact)))
-        facts.append(("identity", "not read yet (dgr inspect --identity)" if known is None else known.identity))
+        facts.append(("identity", _quick_identity(artifact) or "not known yet (dgr inspect --identity)"))
         facts.append(("matrix types", types))
     print(render_table(facts + _facts(hp)))
     print()

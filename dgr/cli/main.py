@@ -42,7 +42,11 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; gives the exit code: 0, 1 failed, 2 bad input, 130 interrupted."""
-    args = _parser().parse_args(argv)
+    try:
+        args = _parser().parse_args(argv)
+    except InputError as error:  # a flag that is there only to be refused
+        print(f"dgr: error: {error}", file=sys.stderr)
+        return BAD_INPUT
     level = logging.getLevelNamesMapping().get(args.log.upper())
     if level is None:
         print(f"dgr: error: --log {args.log!r} is none of debug, info, warning, error", file=sys.stderr)

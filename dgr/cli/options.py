@@ -3,16 +3,44 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NoReturn
 
 from dgr.engine.base import ContextParams, Numerics
 from dgr.errors import InputError
+from dgr.model.mtp import CONTRACT, not_executable
 from dgr.runtime.remote import LinkPolicy
 from dgr.wire.tcp import Credentials
 
-__all__ = ["add_context_arguments", "add_link_arguments", "add_model_arguments", "context_of", "link_policy_of"]
+__all__ = [
+    "add_context_arguments",
+    "add_link_arguments",
+    "add_model_arguments",
+    "add_reserved_arguments",
+    "context_of",
+    "link_policy_of",
+]
 
 _DEFAULTS = ContextParams()
+
+
+class _Reserved(argparse.Action):
+    """A flag that is refused as it is read: it sets nothing, so nothing can look at it."""
+
+    def __call__(
+        self, _parser: argparse.ArgumentParser, _namespace: argparse.Namespace, _values: Any, flag: str | None = None
+    ) -> NoReturn:
+        raise not_executable(f"the flag {flag}")
+
+
+def add_reserved_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags under which people look for speculative decoding, here and in llama.cpp's programs."""
+    flags: Sequence[str] = ("--mtp", "--draft", "--draft-max", "--spec-type", "-md", "--model-draft")
+    help_text = f"reserved and refused: multi-token prediction is not executed ({CONTRACT})"
+    first, *others = flags
+    parser.add_argument(first, action=_Reserved, nargs="?", metavar="N", default=argparse.SUPPRESS, help=help_text)
+    parser.add_argument(*others, action=_Reserved, nargs="?", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,6 +79,7 @@ def add_context_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--type-k", default=_DEFAULTS.type_k, metavar="TYPE", help="K-cache type: f16, f32, q8_0")
     parser.add_argument("--memory", metavar="SIZE", help="refuse what takes more: bytes, 24GiB, or 50%% of the machine")
     parser.add_argument("--mmap", action="store_true", help="map the model file instead of reading the owned tensors")
+    add_reserved_arguments(parser)
 
 
 def add_link_arguments(parser: argparse.ArgumentParser) -> None:

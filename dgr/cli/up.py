@@ -14,7 +14,7 @@ from typing import Any
 import trio
 
 from dgr.cli.exit_codes import BAD_INPUT
-from dgr.cli.options import add_link_arguments, link_policy_of
+from dgr.cli.options import add_link_arguments, add_reserved_arguments, link_policy_of
 from dgr.errors import InputError, InvalidRoute
 from dgr.model.artifact import Artifact
 from dgr.model.route import StageRef
@@ -52,6 +52,7 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
     )
     parser.add_argument("--only", action="append", metavar="ADDRESS", help="start only this stage (may be repeated)")
     add_link_arguments(parser)
+    add_reserved_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print JSON lines: one for every start and end of a stage")
     parser.set_defaults(run=run)
 

@@ -29,6 +29,7 @@ from dgr.engine.native import Native, default_native, kernel_fingerprint, runtim
 from dgr.engine.numerics import require_certified
 from dgr.errors import EngineError, InputError
 from dgr.model.artifact import Artifact
+from dgr.model.mtp import CAPABILITY, RESERVED, refuse_value
 from dgr.model.route import LayerRange
 from dgr.model.state_map import Component
 from dgr.model.v4 import ARCHITECTURE
@@ -123,14 +124,16 @@ class LlamaEngine:
         check_tensors: bool = False,
         native: Native | None = None,
         certified_only: bool = True,
+        mtp: None = None,
     ) -> None:
         """Load the layers' tensors (all that the artifact holds by default) and allocate their state.
 
         ``threads``: compute threads; more than the free cores is hundreds of times slower (ggml spins).
         ``certified_only``: with exact numerics, refuse types that the invariance suite has not passed here; only the
-        suite itself turns this off. Raises :class:`~dgr.errors.ArtifactError`, :class:`~dgr.errors.NumericsRefused`,
-        :class:`~dgr.errors.InputError`.
+        suite itself turns this off. ``mtp`` is reserved: anything but None is refused. Raises
+        :class:`~dgr.errors.ArtifactError`, :class:`~dgr.errors.NumericsRefused`, :class:`~dgr.errors.InputError`.
         """
+        refuse_value("mtp", mtp)
         artifact = model if isinstance(model, Artifact) else Artifact.open(model)
         context = context or ContextParams()
         layers = layers or artifact.layers
@@ -163,7 +166,7 @@ class LlamaEngine:
             context=context,
             kernel_fingerprint=kernel_fingerprint(),
             components=tuple(name for name, size in self._memory.state.items() if size),
-            capabilities={"decode": "executable", "mtp": "reserved"},
+            capabilities={"decode": "executable", CAPABILITY: RESERVED},
             runtime=runtime_version(),
         )
 

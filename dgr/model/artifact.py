@@ -22,6 +22,7 @@ from dgr.model.gguf import GgufFile, TensorInfo, ValueType
 from dgr.model.gguf_write import NewTensor
 from dgr.model.manifest import Manifest, decode_manifest, make_manifest, metadata_digest
 from dgr.model.metadata import from_metadata
+from dgr.model.mtp import Shipped, how_shipped, refuse_artifact
 from dgr.model.parts import Parts, read_parts
 from dgr.model.route import LayerRange
 from dgr.model.tensors import TensorKind, TensorSpec, block_tensors, head_tensors, range_tensors, tail_tensors
@@ -49,14 +50,21 @@ class Artifact:
 
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Artifact:
-        """Read headers; raises :class:`~dgr.errors.ArtifactError` for a bad file or another model."""
+        """Read headers; raises :class:`~dgr.errors.ArtifactError` for a bad file or another model.
+
+        A file of an MTP block alone is refused with :class:`~dgr.errors.MtpNotExecutable`.
+        """
         parts = read_parts(path)
         given = _given_manifest(parts)
         names = set(parts.located()) | {entry.name for entry in (given.tensors if given else ())}
+        unseen = given is None and bool(parts.missing)  # an MTP block that is announced may be elsewhere
         try:
-            hp = from_metadata(parts.first.metadata, names.__contains__)
+            hp = from_metadata(parts.first.metadata, lambda name: unseen or name in names)
         except UnsupportedModel as refused:
             raise UnsupportedModel(f"{parts.first.path}: {refused}") from None
+        shipped = how_shipped(names, hp.n_layers)
+        is_share = given is None and (parts.missing or LAYER_END in parts.first.metadata)
+        refuse_artifact(parts.first.path, parts.first.metadata, Shipped.ABSENT if is_share else shipped)
         specs = [*head_tensors(hp), *tail_tensors(hp)]
         for block in range(hp.n_blocks):
             specs += block_tensors(hp, block)

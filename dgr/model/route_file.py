@@ -12,6 +12,7 @@ from typing import Any
 from attrs import field, frozen
 
 from dgr.errors import InvalidLayerRange, InvalidRoute
+from dgr.model.mtp import refuse_names
 from dgr.model.route import LayerRange, Route, StageRef
 
 __all__ = ["RouteFile", "format_route_file", "read_route_file"]
@@ -142,6 +143,7 @@ def _toml(value: object) -> str:
 
 
 def _only(table: Mapping[str, Any], allowed: Mapping[str, type], where: str) -> None:
+    refuse_names(table, where)
     for key, value in table.items():
         kind = allowed.get(key)
         if kind is None:

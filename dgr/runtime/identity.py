@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from dgr.engine.base import ContextParams, EngineDescription, Numerics
 from dgr.errors import InvalidRoute
+from dgr.model.mtp import CAPABILITY, CONTRACT, asks_for_mtp, not_executable, refuse_capabilities
 from dgr.model.route import LayerRange
 from dgr.wire import frames
 
@@ -93,7 +94,8 @@ def describe_identity(identity: frames.Identity) -> EngineDescription:
 
 
 def check_alike(who: str, theirs: frames.Identity, ours: frames.Identity) -> None:
-    """Refuse a stage that differs in what a route shares, naming both values."""
+    """Refuse a stage that differs in what a route shares, naming both values, or that offers MTP."""
+    refuse_capabilities(dict(theirs.capabilities), who)
     for name, words in _SHARED.items():
         if (their := getattr(theirs, name)) != (our := getattr(ours, name)):
             raise InvalidRoute(f"{who} differs in its {words}: {their} is not {our}")
@@ -118,11 +120,14 @@ def check_neighbours(before: frames.Identity, after: frames.Identity) -> None:
 
 
 def check_wants(wants: tuple[str, ...], identity: frames.Identity) -> None:
-    """Refuse a capability that the stage does not execute."""
+    """Refuse a capability that the stage does not execute; MTP under whatever name, and whatever the stage says of it."""
     offered = dict(identity.capabilities)
+    executable = ", ".join(key for key, value in offered.items() if value == "executable") or "none"
     for name in wants:
+        found = f"capability {name!r} is {offered.get(name, 'unknown')} on this stage"
+        if asks_for_mtp(name):
+            raise not_executable(f"{found} (executable: {executable}); wanting it")
         if offered.get(name) != "executable":
             raise InvalidRoute(
-                f"capability {name!r} is {offered.get(name, 'unknown')} on this stage, so it cannot be asked for; executable:"
-                f" {', '.join(key for key, value in offered.items() if value == 'executable') or 'none'}"
+                f"{found}, so it cannot be asked for; executable: {executable}; reserved: {CAPABILITY} ({CONTRACT})"
             )

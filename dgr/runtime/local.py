@@ -16,6 +16,7 @@ from dgr.engine.llama import LlamaEngine, estimate_memory
 from dgr.engine.vocab import LlamaVocabulary
 from dgr.errors import DgrError, InputError, LinkBroken
 from dgr.model.artifact import Artifact
+from dgr.model.mtp import refuse_value
 from dgr.model.route import LayerRange, Route, StageRef, parse_split
 from dgr.runtime.pipeline import Pipeline, Timeouts, open_pipeline_on
 from dgr.runtime.shard import Shard, limits_of, open_shard
@@ -211,6 +212,7 @@ async def open_pipeline(
     retries: int = 2,
     timeouts: Timeouts | None = None,
     on_shard: Callable[[Shard], None] | None = None,
+    mtp: None = None,
 ) -> AsyncIterator[Pipeline]:
     """Run a model as a pipeline of stages in this process.
 
@@ -218,8 +220,10 @@ async def open_pipeline(
     ranges; by default the whole model, or the layers of each slice. ``threads``: compute threads of each
     stage. ``memory_budget``: bytes, ``"24GiB"`` or ``"50%"`` of the machine for weights, state and compute buffers of all
     stages together; what does not fit is refused with :class:`~dgr.errors.BudgetExceeded` before anything is allocated.
-    ``on_shard`` is called with every shard as it starts, to watch it. Leaving the block frees everything.
+    ``on_shard`` is called with every shard as it starts, to watch it. ``mtp`` is reserved: anything but None is refused with
+    :class:`~dgr.errors.MtpNotExecutable`. Leaving the block frees everything.
     """
+    refuse_value("mtp", mtp)
     models = [model] if isinstance(model, str | Path) else list(model)
     if not models:
         raise InputError("no model was given; give a GGUF, or one slice per stage")

@@ -264,6 +264,7 @@ class Pipeline:
                 # Closing its control link makes a stage that left the route drop this route session.
                 for stage in left:
                     stage.scope.cancel()
+            self._refuse_if_closed()
             self._machine.fire(RouteEvent.FENCED)
             self._live.set()
             self.emit(

@@ -16,6 +16,7 @@ from attrs import evolve, frozen
 from dgr.engine.base import EngineDescription
 from dgr.engine.vocab import LlamaVocabulary
 from dgr.errors import DeadlineExceeded, DgrError, FrameError, InputError, InvalidRoute, LinkBroken, PeerRefused
+from dgr.model.mtp import refuse_value
 from dgr.model.route_file import RouteFile, read_route_file
 from dgr.model.state_map import ContextShape
 from dgr.runtime.identity import check_alike, check_neighbours, check_wants, describe_identity, identity_of
@@ -135,12 +136,15 @@ async def open_route(
     window: int | None = None,
     retries: int = 2,
     timeouts: Timeouts | None = None,
+    mtp: None = None,
 ) -> AsyncIterator[Pipeline]:
     """A pipeline over stages in other processes, as a route file names them.
 
     ``model``: a GGUF whose vocabulary to use (default: the route file's ``model``); without one, prompts are token ids and
-    answers have no text. ``policy``: links (default: TLS with the route file's credentials).
+    answers have no text. ``policy``: links (default: TLS with the route file's credentials). ``mtp`` is reserved: anything but
+    None is refused with :class:`~dgr.errors.MtpNotExecutable`.
     """
+    refuse_value("mtp", mtp)
     file = route if isinstance(route, RouteFile) else await trio.to_thread.run_sync(read_route_file, route)
     if policy is None:
         policy = LinkPolicy(credentials=None if file.tls is None else Credentials(*file.tls))

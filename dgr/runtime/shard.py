@@ -117,8 +117,8 @@ class Shard:
         self._engine = engine
         self._dial = dial
         self._routes: dict[bytes, EpochSupervisor] = {}
-        #: Links whose stage waits until a (route, epoch) is admitted here.
-        self._awaiting: dict[tuple[bytes, int], Link] = {}
+        #: Links whose stage, by its name, waits until a (route, epoch) is admitted here.
+        self._awaiting: dict[tuple[bytes, int, str], Link] = {}
         self._nursery: trio.Nursery | None = None
         self._evictions = 0
         self._strays = 0
@@ -168,16 +168,15 @@ class Shard:
 
     def announce(self, supervisor: EpochSupervisor) -> None:
         """Tell a stage that waits for it that an epoch is admitted."""
-        link = self._awaiting.pop((supervisor.route, supervisor.epoch), None)
+        link = self._awaiting.pop((supervisor.route, supervisor.epoch, supervisor.predecessor), None)
         if link is not None:
             _say_ready(link, supervisor)
         self._forget_waits(supervisor)
 
     def _forget_waits(self, supervisor: EpochSupervisor) -> None:
         """Waits for epochs that will never be admitted here."""
-        for wait in [(route, epoch) for route, epoch in self._awaiting if route == supervisor.route]:
-            if wait[1] <= supervisor.epoch:
-                del self._awaiting[wait]
+        for wait in [wait for wait in self._awaiting if wait[0] == supervisor.route and wait[1] <= supervisor.epoch]:
+            del self._awaiting[wait]
 
     # --- links ---
 
@@ -238,7 +237,7 @@ class Shard:
         elif len(self._awaiting) >= _AWAITING:
             raise WireError(f"{_AWAITING} stages wait for epochs that were never fenced here")
         else:
-            self._awaiting[frame.route, frame.epoch] = link
+            self._awaiting[frame.route, frame.epoch, peer] = link
 
     async def watch_successor(self, link: Link) -> None:
         """Read what comes back on the link to a next stage until it ends."""

@@ -8,8 +8,8 @@ import threading
 from functools import lru_cache
 from pathlib import Path
 
-from dgr.engine.numerics import cache_dir
 from dgr.model import tensors, v4
+from dgr.model.cache import cache_dir
 from dgr.testing import (
     fixture,
     fixture_blocks,

@@ -41,19 +41,18 @@ def wrong_bytes(
                 yield f"{layers} {state.component}: {native[state.component]} allocated, {state.n_bytes} by formula"
 
 
-def two_way() -> list[LayerRange]:
-    return [layers for cut in range(1, 43) for layers in cut_at(43, (cut,))]
+def in_two(cuts: Iterable[int]) -> list[LayerRange]:
+    return [layers for cut in cuts for layers in cut_at(43, (cut,))]
 
 
-@pytest.mark.parametrize("context", [CONTEXTS[2]])
-def test_every_cut_in_two(tiny: Path, context: ContextParams):
-    assert list(wrong_bytes(Artifact.open(tiny), two_way(), context)) == []
+def test_some_cuts_in_two(tiny: Path):
+    assert list(wrong_bytes(Artifact.open(tiny), in_two((1, 2, 3, 4, 21, 41, 42)), CONTEXTS[2])) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("context", CONTEXTS)
 def test_every_cut_in_two_in_every_context(tiny: Path, context: ContextParams):
-    assert list(wrong_bytes(Artifact.open(tiny), [LayerRange(0, 43), *two_way()], context)) == []
+    assert list(wrong_bytes(Artifact.open(tiny), in_two(range(1, 43)), context)) == []
 
 
 @pytest.mark.parametrize("context", CONTEXTS)

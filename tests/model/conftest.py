@@ -29,6 +29,13 @@ def min_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def min_parts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """``min_model`` in four files, with its manifest: the path of the first. Copy before changing."""
+    path = tmp_path_factory.mktemp("parts") / "min.gguf"
+    return Path(write_fixture(path, preset="min", layers=4, mtp=True, parts=4).path)
+
+
+@pytest.fixture(scope="session")
 def min_mixed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The same four layers without MTP, in quantised types."""
     path = tmp_path_factory.mktemp("models") / "mixed.gguf"

@@ -12,7 +12,7 @@ from attrs import evolve
 from dgr.errors import ArtifactError, InvalidLayerRange, UnsupportedModel
 from dgr.model.artifact import Artifact
 from dgr.model.ggml import GgmlType
-from dgr.model.gguf import TensorInfo
+from dgr.model.gguf import TensorInfo, ValueType
 from dgr.model.route import LayerRange
 from dgr.model.tensors import TensorKind, block_tensors, head_tensors, range_tensors, tail_tensors
 from dgr.model.v4 import V4_FLASH

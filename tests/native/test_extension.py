@@ -61,6 +61,17 @@ def test_the_cdef_is_the_header(build_scripts: tuple[ModuleType, ModuleType]) ->
         assert {line for line in left_out if line and not line.startswith("#")} == {'extern "C" {', "}"}
 
 
+def test_the_bundled_declarations_suffice(tmp_path: Path, build_scripts: tuple[ModuleType, ModuleType]) -> None:
+    """On machines without Python's headers the extension is compiled against stable_abi/Python.h."""
+    _, build_native = build_scripts
+    source = tmp_path / "native.c"
+    build_native.native.emit_c_code(str(source))
+    folders = [f"-I{CFFI_BUILD}", f"-I{CFFI_BUILD / 'stable_abi'}"]
+    subprocess.run(
+        ["cc", "-Wall", "-Werror", "-DPy_LIMITED_API=0x030b0000", *folders, "-fsyntax-only", source], check=True
+    )
+
+
 def test_enums_and_structs_reach_python() -> None:
     assert native.lib.DGR_ERR_INTERNAL == -7
     assert native.lib.DGR_N_COMPONENTS == 7

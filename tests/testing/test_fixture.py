@@ -148,6 +148,7 @@ TYPES = {
     "f32": {},
     "f16": {"DENSE": "F16", "EXPERT": "F16", "COMPRESSOR": "F16", "EMBEDDING": "F16", "OUTPUT": "F16"},
     "mixed": {"DENSE": "Q8_0", "EXPERT": "MXFP4", "COMPRESSOR": "BF16", "EMBEDDING": "BF16", "OUTPUT": "BF16"},
+    "mixed_q2_k": {"DENSE": "Q8_0", "EXPERT": "Q2_K", "COMPRESSOR": "Q8_0", "EMBEDDING": "Q8_0", "OUTPUT": "Q8_0"},
     "q8_0": {"DENSE": "Q8_0", "EXPERT": "Q8_0", "COMPRESSOR": "Q8_0", "EMBEDDING": "Q8_0", "OUTPUT": "Q8_0"},
     "q4_k": {"DENSE": "Q4_K", "EXPERT": "Q4_K", "COMPRESSOR": "Q4_K", "EMBEDDING": "Q4_K", "OUTPUT": "Q4_K"},
 }
@@ -156,7 +157,7 @@ TYPES = {
 @pytest.mark.parametrize("weights", TYPES)
 def test_types_and_sizes_of_quantised_weights(tmp_path: Path, weights: str) -> None:
     path = tmp_path / "model.gguf"
-    write_fixture(path, weights=weights, preset="wide" if weights == "q4_k" else "min", layers=4)
+    write_fixture(path, weights=weights, preset="wide" if weights.endswith("_k") else "min", layers=4)
     artifact = Artifact.open(path)
     artifact.check(artifact.hp.whole)
     for tensor in gguf.GGUFReader(path).tensors:

@@ -48,6 +48,11 @@ def announcement(frame: Frame, stream: int) -> bytes:
     return packet(MESSAGE, frames.encode_message(frame), stream)
 
 
+def reasons(value: object) -> str:
+    """Name a case by what it is refused for."""
+    return value if isinstance(value, str) else type(value).__name__
+
+
 def most_held(limits: Limits) -> int:
     """Bytes a framer may hold at the very most: payloads under way, one message and two headers."""
     payloads = max(limits.under_way, 4 * limits.n_batch * limits.n_vocab)
@@ -212,6 +217,7 @@ def test_the_limits_of_the_longest_legal_frames_are_met_exactly() -> None:
         (Ping(1, b"\0\0x"), None, "other than zero"),
         (frames.Refused(key(), 1, frames.Refusal.INPUT, "x" * 4097), None, "breaks the schema"),
     ],
+    ids=reasons,
 )
 def test_a_frame_that_breaks_a_limit_is_refused_to_its_sender(frame: Frame, payload: bytes | None, match: str) -> None:
     with pytest.raises(FrameError, match=match):
@@ -260,6 +266,7 @@ def test_fragments_are_views_of_the_payload_and_never_longer_than_agreed() -> No
         (announcement(msgspec.structs.replace(boundary()[0], payload=2**63 - 1), 1), "announces a payload of 9"),
         (announcement(msgspec.structs.replace(logits()[0], payload=2**40), 1), "announces a payload of 1099511627776"),
     ],
+    ids=reasons,
 )
 def test_hostile_bytes_are_refused_and_nothing_is_taken_after_them(data: bytes, match: str) -> None:
     refused(SMALL, data, match)
@@ -280,6 +287,7 @@ def test_hostile_bytes_are_refused_and_nothing_is_taken_after_them(data: bytes, 
         ),
         (announcement(boundary(2)[0], 2) + announcement(boundary(3)[0], 3) + announcement(boundary(4)[0], 4), "than 3"),
     ],
+    ids=reasons,
 )
 def test_hostile_bytes_beside_a_payload_under_way_are_refused(after: bytes, match: str) -> None:
     limits = evolve(SMALL, n_vocab=6)

@@ -201,6 +201,14 @@ async def test_more_sessions_than_streams_take_turns_and_never_break_the_link(au
     assert order_of(got) == {session: [1, 2] for session in range(20)}
 
 
+async def test_stream_numbers_are_used_again(monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock) -> None:
+    monkeypatch.setattr(links, "_LAST_STREAM", 4)
+    async with linked() as pair:
+        for seq in range(1, 20):
+            await pair.left.send(*boundary(seq=seq))
+            assert order_of(await take(pair.right, 1)) == {1: [seq]}
+
+
 @pytest.mark.parametrize("seed", range(8))
 async def test_any_mix_of_frames_from_many_senders_arrives_whole(seed: int, autojump_clock: MockClock) -> None:
     chance = random.Random(seed)
@@ -394,15 +402,14 @@ async def test_a_cancelled_receive_loses_no_byte(autojump_clock: MockClock) -> N
 
 
 async def test_reading_buffered_frames_is_a_checkpoint(autojump_clock: MockClock) -> None:
-    async with linked() as pair:
-        for nonce in range(1, 50):
-            pair.left.send_nowait(Pong(nonce))
-        await anext(pair.right)
+    async with half_linked() as (link, far):
+        await far.send_all(b"".join(raw(Pong(nonce)) for nonce in range(1, 50)))
+        await anext(link)
         with trio.CancelScope() as scope:
             scope.cancel()
-            await anext(pair.right)
+            await anext(link)
         assert scope.cancelled_caught
-        assert [one.frame for one in await take(pair.right, 48)] == [Pong(nonce) for nonce in range(2, 50)]
+        assert [one.frame for one in await take(link, 48)] == [Pong(nonce) for nonce in range(2, 50)]
 
 
 # --- the end ---------------------------------------------------------------------------------------------------------

@@ -1,0 +1,578 @@
+"""Peers that do not mean well: each is refused within a deadline, and the stage serves on as if nothing had been."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import random
+import ssl
+import tracemalloc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+
+import psutil
+import pytest
+import trio
+from attrs import evolve
+from remote_stages import (
+    HANDSHAKE,
+    PROMPT,
+    TWO,
+    Authority,
+    Host,
+    Hosts,
+    answer_of,
+    assert_closed,
+    client,
+    connected,
+    denied,
+    failure,
+    greeted,
+    open_cable,
+    open_hosts,
+    read_to_end,
+    reference,
+    stage,
+    until,
+)
+
+from dgr.errors import DgrError, FrameError, LinkBroken
+from dgr.model.route import Route, StageRef
+from dgr.runtime.pipeline import open_pipeline_on
+from dgr.runtime.remote import LinkPolicy
+from dgr.wire import frames
+from dgr.wire.frames import Key, Ping, Welcome
+from dgr.wire.framing import HEADER_SIZE, Limits, encode
+from dgr.wire.handshake import exchange_preamble
+from dgr.wire.links import Link
+from dgr.wire.memory import memory_transports
+from dgr.wire.tcp import Credentials, dial
+
+#: Seconds within which any stranger is gone: for TLS, for the preamble and for Hello, each.
+DEADLINE = 3 * HANDSHAKE + 1.0
+_PREAMBLE_SIZE = 24
+#: Bytes that hostile peers may make a stage hold at most, over a whole test.
+MEMORY = 8 * 2**20
+
+
+async def refused(host: Host) -> None:
+    """Until the stage is rid of whoever came."""
+    await until(lambda: host.server.statistics().strangers == 0 and host.server.statistics().links == 0, DEADLINE)
+
+
+async def dial_and_speak(address: str, credentials: Credentials | None) -> None:
+    stream = await dial(address, credentials=credentials, seconds=HANDSHAKE)
+    try:
+        await exchange_preamble(stream, HANDSHAKE)
+    finally:
+        await trio.aclose_forcefully(stream)
+
+
+# --- certificates, and the lack of them ---
+
+
+Refusal = Callable[[Authority, Authority], Credentials | None]
+
+STRANGERS: dict[str, tuple[Refusal, str]] = {
+    "the other CA's certificate": (
+        lambda ours, theirs: evolve(theirs.credentials("127.0.0.1"), ca=ours.ca),
+        "unknown ca|decrypt error|the other side closed the link",
+    ),
+    "an expired certificate": (
+        lambda ours, _: ours.credentials("127.0.0.1", expired=True),
+        "certificate expired|the other side closed the link",
+    ),
+    "a CA of its own": (lambda _, theirs: theirs.credentials("127.0.0.1"), "certificate verify failed"),
+    "no TLS": (lambda _ours, _theirs: None, "no dgr|the other side closed the link"),
+}
+
+
+@pytest.mark.parametrize("kind", STRANGERS)
+async def test_who_has_no_certificate_of_ours_is_refused(
+    kind: str, authority: Authority, tmp_path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make, problem = STRANGERS[kind]
+    credentials = make(authority, Authority(tmp_path / "other"))
+    async with open_hosts(authority.policy("127.0.0.1")) as hosts:
+        stages = await hosts.start_all(TWO)
+        with caplog.at_level(logging.WARNING, "dgr.links"):
+            began = trio.current_time()
+            error = await failure(lambda: dial_and_speak(stages[0].address, credentials))
+            assert trio.current_time() - began < DEADLINE
+            await refused(stages[0])
+        assert isinstance(error, LinkBroken | FrameError)
+        assert any(part in str(error).lower() for part in problem.lower().split("|")), error
+        assert "from 127.0.0.1:" in caplog.text
+        assert stages[0].server.statistics().refused == 1
+        await hosts.assert_serving(stages)
+
+
+async def test_who_shows_no_certificate_is_refused(authority: Authority) -> None:
+    async with open_hosts(authority.policy("127.0.0.1")) as hosts:
+        stages = await hosts.start_all(TWO)
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.load_verify_locations(authority.ca)
+        async with connected(stages[0].address) as stream:
+            secure = trio.SSLStream(stream, context, server_hostname="127.0.0.1")
+            with pytest.raises(trio.BrokenResourceError) as caught:
+                await secure.receive_some(1)  # in TLS 1.3 a client's own handshake is over before it is refused
+            assert isinstance(caught.value.__cause__, ssl.SSLError | OSError)
+        await refused(stages[0])
+        await hosts.assert_serving(stages)
+
+
+async def test_older_tls_is_refused(authority: Authority) -> None:
+    async with open_hosts(authority.policy("127.0.0.1")) as hosts:
+        stages = await hosts.start_all(TWO)
+        context = authority.credentials("127.0.0.1").context(server=False)
+        context.minimum_version = context.maximum_version = ssl.TLSVersion.TLSv1_2
+        async with connected(stages[0].address) as stream:
+            secure = trio.SSLStream(stream, context, server_hostname="127.0.0.1")
+            with pytest.raises(trio.BrokenResourceError):
+                await secure.do_handshake()
+        await refused(stages[0])
+        await hosts.assert_serving(stages)
+
+
+async def test_a_tls_client_on_a_plain_port_is_refused(authority: Authority) -> None:
+    async with open_hosts() as hosts:
+        stages = await hosts.start_all(TWO)
+        error = await failure(lambda: dial_and_speak(stages[0].address, authority.credentials("127.0.0.1")))
+        assert isinstance(error, LinkBroken)
+        assert "TLS with" in str(error)
+        await refused(stages[0])
+        await hosts.assert_serving(stages)
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n",
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01",
+        b"\0" * 4096,
+        b"dgr\r\n",
+    ],
+    ids=["http", "http2", "tls", "zeros", "part of a preamble"],
+)
+async def test_who_speaks_another_protocol_is_refused(policy: LinkPolicy, request_: bytes) -> None:
+    async with open_hosts(policy) as hosts:
+        stages = await hosts.start_all(TWO)
+        async with connected(stages[0].address) as stream:
+            await stream.send_all(request_)
+            with trio.fail_after(DEADLINE):
+                await read_to_end(stream)
+        await refused(stages[0])
+        await hosts.assert_serving(stages)
+
+
+# --- slowness and silence ---
+
+
+async def test_a_silent_connection_is_closed(policy: LinkPolicy) -> None:
+    async with open_hosts(policy) as hosts:
+        stages = await hosts.start_all(TWO)
+        async with connected(stages[0].address) as stream:
+            with trio.fail_after(DEADLINE):
+                await read_to_end(stream)
+        await refused(stages[0])
+        await hosts.assert_serving(stages)
+
+
+async def test_a_client_that_says_no_hello_is_closed(policy: LinkPolicy) -> None:
+    async with open_hosts(policy) as hosts:
+        stages = await hosts.start_all(TWO)
+        async with connected(stages[0].address, policy.credentials) as stream:
+            await exchange_preamble(stream, HANDSHAKE)
+            with trio.fail_after(DEADLINE):
+                await read_to_end(stream)
+        await refused(stages[0])
+        await hosts.assert_serving(stages)
+
+
+@pytest.mark.parametrize("behind", ["nothing", "preamble"])
+async def test_a_byte_a_moment_does_not_keep_a_connection_open(policy: LinkPolicy, behind: str) -> None:
+    """Any byte counts as life; none counts as a handshake."""
+    async with open_hosts(policy) as hosts:
+        stages = await hosts.start_all(TWO)
+        credentials = policy.credentials if behind == "preamble" else None
+        async with open_cable(stages[0].address) as cable, connected(cable.address, credentials) as stream:
+            if behind == "preamble":
+                await exchange_preamble(stream, HANDSHAKE)
+            await until(lambda: cable.relays)
+            cable.relays[0].rightward.trickle(1, interval=HANDSHAKE / 20)
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(_send_quietly, stream, bytes(range(256)) * 4)
+                with trio.fail_after(DEADLINE):
+                    await read_to_end(stream)
+                nursery.cancel_scope.cancel()
+        await refused(stages[0])
+        await hosts.assert_serving(stages)
+
+
+async def _send_quietly(stream: trio.abc.SendStream, data: bytes) -> None:
+    with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
+        await stream.send_all(data)
+
+
+async def test_connections_that_say_nothing_are_bounded_and_make_room() -> None:
+    async with open_hosts(LinkPolicy(handshake=HANDSHAKE, max_links=4)) as hosts:
+        stages = await hosts.start_all(TWO)
+        async with trio.open_nursery() as nursery:
+            for _ in range(12):
+                nursery.start_soon(_be_silent, stages[0].address)
+            await until(lambda: stages[0].server.statistics().refused >= 8)
+            assert stages[0].server.statistics().strangers <= 4
+        await refused(stages[0])
+        assert stages[0].server.statistics().refused == 12
+        await hosts.assert_serving(stages)
+
+
+async def _be_silent(address: str) -> None:
+    async with connected(address) as stream:
+        await read_to_end(stream)
+
+
+async def test_links_are_bounded_and_the_one_too_many_is_told_why() -> None:
+    async with open_hosts(LinkPolicy(handshake=HANDSHAKE, max_links=3)) as hosts:
+        whole = await hosts.start("0:6")
+        async with greeted(whole.address, client()), greeted(whole.address, client()):
+            async with hosts.pipeline([whole]) as pipeline:
+                message = await denied(whole.address, client())
+                assert message == "this stage serves 3 links, and takes no more than 3"
+                assert await answer_of(pipeline) == reference()
+            await hosts_have_room(whole, 2)
+            async with hosts.pipeline([whole]) as pipeline:
+                assert await answer_of(pipeline) == reference()
+        await hosts.assert_empty()
+
+
+async def hosts_have_room(host: Host, links: int) -> None:
+    await until(lambda: host.server.statistics().links <= links)
+
+
+# --- floods ---
+
+
+#: Bytes of answers that the kernel keeps for someone who does not read them; by default it is megabytes.
+_ROOM = 4096
+
+
+async def _until_it_breaks(link: Link, flood: Iterator[frames.Frame]) -> None:
+    """Send without reading until the stage has had enough."""
+    try:
+        for frame in flood:
+            while len(link._control) > 1000:
+                await trio.sleep(0)  # noqa: ASYNC115
+                link._check_open()
+            link.send_nowait(frame)
+    except DgrError:
+        return
+    raise AssertionError("the stage took the whole flood")
+
+
+def _keys() -> Iterator[Key]:
+    for number in range(10**9):
+        yield Key(number.to_bytes(16, "little"), 1, 1)
+
+
+FLOODS: dict[str, Callable[[], Iterator[frames.Frame]]] = {
+    "pings": lambda: (Ping(number + 1) for number in range(10**9)),
+    "opens": lambda: (frames.Open(key, 1) for key in _keys()),
+    "probes": lambda: (frames.Probe(key, 1) for key in _keys()),
+    "closes": lambda: (frames.Close(key, 1) for key in _keys()),
+    "tokens": lambda: (frames.Tokens(key, 1, frames.Expectation(0, bytes(16)), (1,) * 16, 0, None) for key in _keys()),
+}
+
+
+@pytest.mark.parametrize("kind", FLOODS)
+async def test_a_flood_whose_answers_nobody_reads_ends_its_link(policy: LinkPolicy, kind: str) -> None:
+    async with open_hosts(policy) as hosts:
+        whole = await hosts.start("0:6")
+        with bounded_memory():
+            async with greeted(whole.address, client(), policy.credentials, room=_ROOM) as (link, welcome):
+                assert isinstance(welcome, Welcome)
+                await _until_it_breaks(link, FLOODS[kind]())
+            await refused(whole)
+        await hosts.assert_serving([whole])
+
+
+@pytest.mark.parametrize(
+    ("hello", "flood"),
+    [
+        (client(), lambda: (frames.Fence(key.route, 1, "127.0.0.1:1", "", "") for key in _keys())),
+        (stage("127.0.0.1:1"), lambda: (frames.AwaitReady(key.route, 1) for key in _keys())),
+    ],
+    ids=["route sessions", "waits"],
+)
+async def test_a_flood_of_what_a_stage_must_remember_ends_its_link(policy: LinkPolicy, hello, flood) -> None:
+    async with open_hosts(policy) as hosts:
+        head, tail = await hosts.start_all(TWO)
+        with bounded_memory():
+            async with greeted(tail.address, hello, policy.credentials, room=_ROOM) as (link, welcome):
+                assert isinstance(welcome, Welcome)
+                await _until_it_breaks(link, flood())
+            await refused(tail)
+        assert tail.shard._awaiting == {}
+        await hosts.assert_serving([head, tail])
+
+
+async def test_a_flood_of_requests_of_a_route_session_ends_its_link_alone(policy: LinkPolicy) -> None:
+    async with open_hosts(policy) as hosts:
+        whole = await hosts.start("0:6")
+        async with hosts.pipeline([whole]) as pipeline:
+            with bounded_memory():
+                async with greeted(whole.address, client(), policy.credentials, room=_ROOM) as (link, _):
+                    link.send_nowait(frames.Fence(b"r" * 16, 1, whole.address, "", ""))
+                    assert isinstance((await anext(link)).frame, frames.Fenced)
+                    await _until_it_breaks(
+                        link, (frames.Open(Key(b"r" * 16, 1, number), 1) for number in range(1, 10**9))
+                    )
+                await until(lambda: whole.shard.statistics().routes == 1)
+            assert await answer_of(pipeline) == reference()
+        await hosts.assert_serving([whole])
+
+
+async def test_an_honest_link_outlives_many_messages_that_are_read() -> None:
+    async with open_hosts() as hosts:
+        whole = await hosts.start("0:6")
+        async with greeted(whole.address, client()) as (link, _):
+            for nonce in range(1, 20_001):
+                link.send_nowait(Ping(nonce))
+                if nonce % 1000 == 0:
+                    for expected in range(nonce - 999, nonce + 1):
+                        assert (await anext(link)).frame == frames.Pong(expected)
+        await hosts.assert_serving([whole])
+
+
+# --- bytes that are no session ---
+
+
+class bounded_memory:  # noqa: N801
+    """Python allocates no more than :data:`MEMORY` at any moment in the block, and keeps nothing to speak of."""
+
+    def __enter__(self) -> None:
+        gc.collect()
+        tracemalloc.start()
+        self._before = tracemalloc.get_traced_memory()[0]
+
+    def __exit__(self, *_: object) -> None:
+        peak = tracemalloc.get_traced_memory()[1] - self._before
+        tracemalloc.stop()
+        assert peak < MEMORY, f"{peak} bytes at the peak"
+
+
+async def _send_and_see_it_end(
+    address: str, data: bytes, credentials: Credentials | None = None, *, greeting: int = 0
+) -> None:
+    """Whatever it is: said, finished, and then the stage closes the connection.
+
+    After ``greeting`` bytes the answer is waited for, as a client waits for Welcome.
+    """
+    async with connected(address, credentials) as stream:
+        with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
+            await stream.send_all(data[:greeting])
+            answer = b""
+            while greeting and len(answer) <= _PREAMBLE_SIZE and (part := await stream.receive_some(65536)):
+                answer += part
+            await stream.send_all(data[greeting:])
+            if isinstance(stream, trio.SocketStream):
+                await stream.send_eof()
+            await read_to_end(stream)
+
+
+async def _send_all_of_them(
+    address: str, samples: Sequence[tuple[bytes, int]], credentials: Credentials | None = None, *, workers: int = 4
+) -> None:
+    """Some connections at a time, one for each (bytes, length of the greeting)."""
+    left = iter(samples)
+
+    async def work() -> None:
+        for data, greeting in left:
+            await _send_and_see_it_end(address, data, credentials, greeting=greeting)
+
+    async with trio.open_nursery() as nursery:
+        for _ in range(workers):
+            nursery.start_soon(work)
+
+
+async def _nobody(own: str, successor: str) -> Link:
+    raise LinkBroken(f"{own} reaches nobody, and not {successor}")
+
+
+async def _fuzz(host: Host, samples: Sequence[tuple[bytes, int]], credentials: Credentials | None = None) -> None:
+    process = psutil.Process()
+    resident = process.memory_info().rss
+    with bounded_memory():
+        await _send_all_of_them(host.address, samples, credentials)
+        await until(lambda: _is_clean(host), DEADLINE)
+    assert process.memory_info().rss - resident < 64 * 2**20
+
+
+def _is_clean(host: Host) -> bool:
+    shard, server = host.shard.statistics(), host.server.statistics()
+    return (shard.routes, shard.sessions, shard.leased_bytes, server.links, server.strangers) == (0, 0, 0, 0, 0)
+
+
+@pytest.mark.parametrize("known", ["nothing", "the preamble", "a Hello"])
+async def test_a_thousand_random_byte_strings(known: str) -> None:
+    rng = random.Random(f"random {known}")
+    prefix = b"" if known == "nothing" else await _preamble()
+    if known == "a Hello":
+        prefix += b"".join(head for head, _ in encode(client(), None, 0, Limits(1, 1, 1)))
+    async with open_hosts() as hosts:
+        whole = await hosts.start("0:6", dial=_nobody)
+        greeting = len(prefix) if known == "a Hello" else 0
+        await _fuzz(whole, [(prefix + rng.randbytes(rng.randrange(400)), greeting) for _ in range(334)])
+        await hosts.assert_serving([whole])
+
+
+async def _preamble() -> bytes:
+    """What this side says first."""
+    near, far = memory_transports()
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(exchange_preamble, near, HANDSHAKE)
+        said = await far.receive_some(65536)
+        await far.send_all(said)
+    return bytes(said)
+
+
+class Recorder:
+    """Stands before a stage and writes down what is said to it, one recording a connection."""
+
+    def __init__(self, target: str) -> None:
+        self.said: list[bytearray] = []
+        self.address = ""
+        self._target = target
+
+    async def __aenter__(self) -> Recorder:
+        (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
+        self.address = f"127.0.0.1:{listener.socket.getsockname()[1]}"
+        self._manager = trio.open_nursery()
+        self._nursery = await self._manager.__aenter__()
+        self._nursery.start_soon(trio.serve_listeners, self._join, [listener])
+        return self
+
+    async def __aexit__(self, *exc) -> None:
+        self._nursery.cancel_scope.cancel()
+        await self._manager.__aexit__(*exc)
+
+    async def _join(self, near: trio.SocketStream) -> None:
+        said = bytearray()
+        self.said.append(said)
+        async with connected(self._target) as far, trio.open_nursery() as nursery:
+            nursery.start_soon(self._pass, near, far, said)
+            await self._pass(far, near, bytearray())
+            nursery.cancel_scope.cancel()
+
+    async def _pass(self, source, sink, into: bytearray) -> None:
+        try:
+            while part := await source.receive_some(65536):
+                into += part
+                await sink.send_all(part)
+            await sink.send_eof()
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            pass
+
+
+async def record() -> tuple[bytes, bytes]:
+    """What a client says to a whole stage, and what a head says to a tail, in a conversation that ends well."""
+    async with open_hosts() as hosts:
+        whole = await hosts.start("0:6")
+        async with Recorder(whole.address) as recorder:
+            route = Route((StageRef(recorder.address, whole.layers),))
+            await _converse(hosts, route)
+            (of_client,) = recorder.said
+        head, tail = await hosts.start_all(TWO)
+        async with Recorder(tail.address) as recorder:
+            route = Route((StageRef(head.address, head.layers), StageRef(recorder.address, tail.layers)))
+            await _converse(hosts, route)
+            of_head = max(recorder.said, key=len)
+    return bytes(of_client), bytes(of_head)
+
+
+async def _converse(hosts: Hosts, route: Route) -> None:
+    async with open_pipeline_on(hosts.connector(), route) as pipeline:
+        assert await answer_of(pipeline, PROMPT[:20], 4) == reference(PROMPT[:20], 4)
+
+
+def mutated(sample: bytes, rng: random.Random) -> tuple[bytes, int]:
+    """One to four small changes; behind the greeting mostly, where there is more to break."""
+    greeting = _PREAMBLE_SIZE + HEADER_SIZE + int.from_bytes(sample[_PREAMBLE_SIZE : _PREAMBLE_SIZE + 4], "little")
+    intact = greeting if rng.random() < 0.75 else 0
+    data = bytearray(sample)
+    for _ in range(rng.randint(1, 4)):
+        at = rng.randrange(intact, len(data))
+        match rng.randrange(6):
+            case 0:
+                data[at] ^= 1 << rng.randrange(8)
+            case 1:
+                data[at] = rng.choice((0, 1, 0x7F, 0x80, 0xC0, 0xCC, 0xCF, 0xDD, 0xFF))
+            case 2:
+                del data[at : at + rng.randint(1, 16)]
+            case 3:
+                data[at:at] = rng.randbytes(rng.randint(1, 16))
+            case 4:
+                data[at:at] = data[at : at + rng.randint(1, 64)]
+            case _:
+                del data[at + 1 :]
+        if len(data) <= intact:
+            break
+    return bytes(data), intact
+
+
+async def test_a_thousand_mutated_recordings() -> None:
+    """A real client's and a real stage's words with a few bytes changed."""
+    of_client, of_head = await record()
+    rng = random.Random("mutated")
+    async with open_hosts() as hosts:
+        whole = await hosts.start("0:6", dial=_nobody)
+        tail = await hosts.start("2:6", dial=_nobody)
+        await _fuzz(whole, [mutated(of_client, rng) for _ in range(500)])
+        await _fuzz(tail, [mutated(of_head, rng) for _ in range(500)])
+        # The recordings themselves are fine; that is what makes them worth changing.
+        assert whole.engine.tokens_run > 1000
+        await hosts.assert_serving([whole])
+        await hosts.assert_serving([await hosts.start("0:2"), tail])
+
+
+async def test_mutated_recordings_over_tls(authority: Authority) -> None:
+    of_client, _ = await record()
+    rng = random.Random("mutated over TLS")
+    async with open_hosts(authority.policy("127.0.0.1")) as hosts:
+        whole = await hosts.start("0:6", dial=_nobody)
+        samples = [mutated(of_client, rng) for _ in range(60)]
+        # There is no half-close in TLS: the end is a packet that nobody takes.
+        await _fuzz(whole, [(data + bytes(8), greeting) for data, greeting in samples], hosts.policy.credentials)
+        await hosts.assert_serving([whole])
+
+
+@pytest.mark.parametrize("length", [2**16 + 5 * 16 + 1, 2**31, 2**32 - 1])
+@pytest.mark.parametrize("kind", [1, 2])
+async def test_a_length_above_the_limit_is_refused_before_any_byte_of_it(length: int, kind: int) -> None:
+    async with open_hosts() as hosts:
+        whole = await hosts.start("0:6")
+        with bounded_memory():
+            async with greeted(whole.address, client()) as (link, _):
+                await link._transport.send_all(length.to_bytes(4, "little") + bytes((kind, 0, 1, 0)))
+                await assert_closed(link)
+            await refused(whole)
+        await hosts.assert_serving([whole])
+
+
+async def test_a_boundary_too_large_is_refused_before_any_byte_of_it() -> None:
+    async with open_hosts() as hosts:
+        head, tail = await hosts.start_all(TWO)
+        with bounded_memory():
+            async with greeted(tail.address, stage("127.0.0.1:1")) as (link, _):
+                wide = Limits(n_batch=2**20, boundary_width=3, n_vocab=1)
+                tokens = (1,) * 1000
+                frame = frames.Boundary(
+                    Key(b"r" * 16, 1, 1), 1, frames.Expectation(0, bytes(16)), tokens, 0, None, 12 * len(tokens)
+                )
+                for head_bytes, _ in encode(frame, bytes(frame.payload), 1, wide):
+                    await link._transport.send_all(head_bytes)
+                    break
+                await assert_closed(link)
+            await refused(tail)
+        await hosts.assert_serving([head, tail])
