@@ -15,6 +15,7 @@ import pytest
 from attrs import evolve, frozen
 
 from dgr.engine.base import ContextParams, Numerics, SamplingParams
+from dgr.engine.llama import LlamaEngine
 from dgr.engine.native import kernel_fingerprint
 from dgr.model.route import LayerRange
 from dgr.testing.chain import Chain, cut_at, open_chain
@@ -93,6 +94,11 @@ def whole(prompt: Callable[..., list[int]]) -> Callable[..., Rows]:
     return reference
 
 
+@pytest.fixture(scope="module")
+def short(small, prompt) -> Rows:
+    return run_split(small, prompt(150), (), 50, layers=7, decoded=4)
+
+
 def wrong_splits(found: dict[Sequence[int], Rows], reference: Rows) -> dict[Sequence[int], str]:
     """The splits that differ, and how."""
     differences = {cuts: difference(rows.logits, reference.logits, 4 * 512) for cuts, rows in found.items()}
@@ -137,7 +143,7 @@ def test_43_stages_of_one_layer(tiny, prompt, whole):
 
 
 def test_some_chunks_and_types(model, prompt, whole, parallel):
-    cases = list(itertools.product(("mixed", "q4_k"), ("f16", "f32")))
+    cases = [*itertools.product(("mixed", "q4_k"), ("f16", "f32")), ("f32", "q8_0")]
     paths = {weights: model(weights, layers=7) for weights, _ in cases}
     contexts = {type_k: evolve(CONTEXT, type_k=type_k) for _, type_k in cases}
     jobs = [
@@ -205,6 +211,24 @@ def test_a_used_slot_is_like_a_new_one(small, prompt):
         assert_same(run(chain, tokens, 64), first)
 
 
+def test_a_mapped_file_is_like_a_read_one(small, prompt, short):
+    engine = LlamaEngine(small, None, CONTEXT, mmap=True, check_tensors=True)
+    try:
+        assert_same(run(Chain([engine]), prompt(150), 50, 4), short)
+    finally:
+        engine.stop()
+
+
+def test_without_flash_attention(small, prompt):
+    """Other numbers, but steady ones: what ``--flash-attn off`` gives in exact numerics."""
+    context = evolve(CONTEXT, flash_attn=False, type_k="f32")
+    found = [
+        run_split(small, prompt(150), cuts, chunk, context, layers=7, decoded=4)
+        for cuts, chunk in (((), 150), ((2, 4), 7))
+    ]
+    assert_same(found[1], found[0])
+
+
 # --- native numerics: equal chunks only -------------------------------------------------------------------------------
 
 NATIVE = evolve(CONTEXT, numerics=Numerics.NATIVE)
@@ -228,11 +252,6 @@ def test_native_splits_of_the_whole_depth(model, prompt, parallel, weights):
 
 
 # --- the proofs can fail ----------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def short(small, prompt) -> Rows:
-    return run_split(small, prompt(150), (), 50, layers=7, decoded=4)
 
 
 def test_a_mutant_that_changes_nothing_passes(small, prompt, short):
