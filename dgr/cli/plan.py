@@ -91,11 +91,14 @@ def run(args: argparse.Namespace) -> int:
     )
     shape = ContextShape(args.ctx, min(args.ubatch, args.batch), args.sessions, args.type_k)
 
+    costs = costs_of(artifact, shape)
+
     def compute(layers: LayerRange) -> int:
-        return estimate_memory(artifact, layers, context).compute
+        """Everything beside weights and state: buffers, and the allocator's padding between tensors."""
+        return estimate_memory(artifact, layers, context).total - costs.weights_of(layers) - costs.state_of(layers)
 
     sizes = None if memory is None else [parse_budget(size) for size in memory]
-    plan = refine(costs_of(artifact, shape), n_stages, sizes, compute)
+    plan = refine(costs, n_stages, sizes, compute)
     file = _route_file(args, artifact, plan, hosts)
     if args.json:
         print(json.dumps(_object(plan, hosts, file)))

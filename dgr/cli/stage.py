@@ -15,6 +15,7 @@ from typing import Any
 import trio
 
 from dgr.cli.options import add_context_arguments, add_link_arguments, context_of, link_policy_of
+from dgr.cli.progress import progress_bar
 from dgr.engine.budget import check_budget, parse_budget
 from dgr.engine.llama import LlamaEngine, estimate_memory
 from dgr.model.artifact import Artifact
@@ -86,6 +87,9 @@ def _load(args: argparse.Namespace, layers: LayerRange) -> LlamaEngine:
     if args.memory is not None:
         report = estimate_memory(artifact, layers, context)
         check_budget({f"stage {layers}": report}, context.n_seq_max, parse_budget(args.memory))
+    artifact.check(layers)
+    with progress_bar("reading the weights") as progress:
+        artifact.prove(layers, progress)
     return LlamaEngine(artifact, layers, context, threads=args.threads, mmap=args.mmap)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from dgr.model.artifact import Artifact
 from dgr.model.gguf import MetaValue, ValueType
-from dgr.model.gguf_write import NewTensor, lay_out, u16
+from dgr.model.gguf_write import TensorForm, lay_out, u16
 from dgr.model.parts import SPLIT_COUNT, SPLIT_NO, SPLIT_TENSORS, part_name
 
 __all__ = ["native_path"]
@@ -35,7 +35,7 @@ def native_path(artifact: Artifact, *, sizes_only: bool = False) -> Iterator[Pat
         yield _hollow_model(artifact, Path(folder)) if sizes_only else _folder_of_parts(artifact, Path(folder))
 
 
-def _write(path: Path, metadata: dict[str, MetaValue], tensors: Sequence[NewTensor]) -> None:
+def _write(path: Path, metadata: dict[str, MetaValue], tensors: Sequence[TensorForm]) -> None:
     """A header, and a hole for the data."""
     layout = lay_out(metadata, tensors)
     with path.open("wb") as file:

@@ -19,7 +19,7 @@ from dgr.model.checks import check_hash_table, check_tensor
 from dgr.model.digests import Progress, digest_tensors, known_digests
 from dgr.model.ggml import GgmlType
 from dgr.model.gguf import GgufFile, TensorInfo, ValueType
-from dgr.model.gguf_write import NewTensor
+from dgr.model.gguf_write import TensorForm
 from dgr.model.manifest import Manifest, decode_manifest, make_manifest, metadata_digest
 from dgr.model.metadata import from_metadata
 from dgr.model.mtp import Shipped, how_shipped, refuse_artifact
@@ -99,11 +99,11 @@ class Artifact:
         return self.parts.located()
 
     @cached_property
-    def tensors(self) -> Mapping[str, NewTensor]:
+    def tensors(self) -> Mapping[str, TensorForm]:
         """Every tensor of the whole model that is known: from a manifest where there is one, else what is here."""
         if self.given is not None:
-            return {entry.name: NewTensor(entry.name, entry.ne, GgmlType(entry.type)) for entry in self.given.tensors}
-        return {name: NewTensor(name, tensor.ne, tensor.type) for name, (_, tensor) in self.located.items()}
+            return {entry.name: TensorForm(entry.name, entry.ne, GgmlType(entry.type)) for entry in self.given.tensors}
+        return {name: TensorForm(name, tensor.ne, tensor.type) for name, (_, tensor) in self.located.items()}
 
     # --- what it weighs -----------------------------------------------------------------------------------------------
 
@@ -111,7 +111,7 @@ class Artifact:
         """Tensors that a stage of the range must have, or may."""
         return range_tensors(self.hp, layers)
 
-    def tensors_of(self, layers: LayerRange) -> tuple[NewTensor, ...]:
+    def tensors_of(self, layers: LayerRange) -> tuple[TensorForm, ...]:
         """Tensors that a stage of the range loads, in the order of the graph."""
         return tuple(self.tensors[spec.name] for spec in self.specs_of(layers) if spec.name in self.tensors)
 

@@ -27,7 +27,7 @@ from dgr.model.gguf import (
     aligned,
 )
 
-__all__ = ["Layout", "NewTensor", "encode_value", "lay_out", "u16", "u32", "writing", "zero_padding"]
+__all__ = ["Layout", "TensorForm", "encode_value", "lay_out", "u16", "u32", "writing", "zero_padding"]
 
 _VERSION = 3
 _MAX_NAME = 63
@@ -45,8 +45,8 @@ def u32(value: int) -> MetaValue:
 
 
 @frozen
-class NewTensor:
-    """A tensor to be written."""
+class TensorForm:
+    """A tensor without its data: what a header says of it, but for the place."""
 
     name: str
     #: Shape, fastest dimension first.
@@ -89,7 +89,7 @@ def encode_value(stored: MetaValue) -> bytes:
         raise InputError(f"the metadata value {stored.value!r} is no {stored.type.name}") from wrong
 
 
-def _entry(tensor: NewTensor, offset: int) -> bytes:
+def _entry(tensor: TensorForm, offset: int) -> bytes:
     if not 0 < len(tensor.name.encode()) <= _MAX_NAME or not 1 <= len(tensor.ne) <= 4 or min(tensor.ne) < 1:
         raise InputError(
             f"the tensor {tensor.name!r} of shape {list(tensor.ne)} does not fit a GGUF: names have 1 to {_MAX_NAME} bytes,"
@@ -99,7 +99,7 @@ def _entry(tensor: NewTensor, offset: int) -> bytes:
     return _string(tensor.name) + shape + struct.pack("<IQ", tensor.type, offset)
 
 
-def lay_out(metadata: Mapping[str, MetaValue], tensors: Sequence[NewTensor]) -> Layout:
+def lay_out(metadata: Mapping[str, MetaValue], tensors: Sequence[TensorForm]) -> Layout:
     """Encode a header and place the tensors behind it, each aligned as ``general.alignment`` says (32 without it)."""
     stored = metadata.get(ALIGNMENT_KEY)
     alignment = DEFAULT_ALIGNMENT if stored is None else stored.value

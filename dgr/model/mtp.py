@@ -6,7 +6,8 @@ and send what (``docs/mtp-contract.md``), and every way of asking for it ends in
 
 The contract as values: :mod:`dgr.model.mtp_ownership` (tensors, duties, state, bytes), :mod:`dgr.model.mtp_messages`
 (what crosses a seam), :mod:`dgr.model.mtp_states` (transition tables), :mod:`dgr.model.mtp_rollback` (when a rollback is
-exact), :mod:`dgr.model.mtp_reference` and :mod:`dgr.model.mtp_route` (all of it interpreted, position by position).
+exact), and all of it interpreted, position by position: :mod:`dgr.model.mtp_reference` (a session's layers and MTP block),
+:mod:`dgr.model.mtp_shard` (a stage), :mod:`dgr.model.mtp_route` (a route and its pipeline).
 """
 
 from __future__ import annotations

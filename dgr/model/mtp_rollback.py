@@ -58,6 +58,8 @@ class RollbackShape:
     planes: int
     #: Most tokens in one native sub-batch.
     n_ubatch: int = 512
+    #: Most tokens in one native call, which is cut into sub-batches.
+    n_batch: int = 512
     #: Sequence slots; with a single one llama.cpp cuts batches without looking at the tail.
     n_seq_max: int = 1
     #: Tokens a sequence can hold.
@@ -66,6 +68,8 @@ class RollbackShape:
     def __attrs_post_init__(self) -> None:
         if self.planes < 0 or self.n_seq_max < 1 or self.n_ctx < 1:
             raise InputError(f"{self}: planes must be at least 0, n_seq_max and n_ctx at least 1")
+        if self.n_batch < self.n_ubatch:
+            raise InputError(f"n_batch is {self.n_batch}, but must be at least n_ubatch ({self.n_ubatch})")
         if self.n_ubatch <= self.planes + 1:
             raise InputError(
                 f"n_ubatch is {self.n_ubatch}, but must be above the {self.planes} rollback planes + 1: llama.cpp aborts"
@@ -173,11 +177,6 @@ class CompressorRing:
     @property
     def n_rows(self) -> int:
         return self.ratio * (2 if self.overlap else 1)
-
-    def clone(self) -> CompressorRing:
-        twin = type(self)(self.ratio, self.overlap, self.n_planes)
-        twin.planes, twin.rows = [plane.copy() for plane in self.planes], self.rows.copy()
-        return twin
 
     def run(self, first: int, values: Sequence[bytes], pending: int) -> None:
         """One ubatch: positions ``first ..`` bring ``values``. Restore, snapshot, commit, persist: in this order."""

@@ -19,8 +19,9 @@ from attrs import define, field, frozen
 
 from dgr.errors import InputError, SessionLost
 from dgr.model.mtp_messages import Key, Message, Proposal, Reason, Refused, Rollback, RolledBack, Want, Work
-from dgr.model.mtp_reference import Answer, Language, ReferenceShard, StageView, expectation
+from dgr.model.mtp_reference import Language, StageView
 from dgr.model.mtp_rollback import RollbackShape
+from dgr.model.mtp_shard import Answer, ReferenceShard, expectation
 from dgr.model.mtp_states import ROUND, RoundEvent, RoundState
 
 __all__ = ["ClientState", "ReferenceRoute", "Round", "Sent"]
@@ -63,6 +64,8 @@ class ClientState:
     #: Drawn for a caller who had given up: the next token, if nothing else is appended.
     unclaimed: int | None = None
     in_flight: deque[Work] = field(factory=deque)
+    #: Numbers of messages that are not answered yet; an answer to any other is to nobody.
+    waiting: set[int] = field(factory=set)
     rounds: list[Round] = field(factory=list)
     #: Refusals that its own messages met, oldest first.
     refusals: list[Refused] = field(factory=list)
@@ -97,7 +100,7 @@ _Act: TypeAlias = _ToStage | _Think | _ToPipeline
 
 
 class ReferenceRoute:
-    """Stages, and a pipeline over them. ``shard`` makes a stage: ``shard(index, n_stages, shape, language)``."""
+    """Stages, and a pipeline over them: at most as many as the toy has layers. ``shard`` is the class of a stage."""
 
     def __init__(
         self,
@@ -145,12 +148,20 @@ class ReferenceRoute:
         for shard in self.shards:
             shard.close(session)
 
-    def prefill(self, session: int, tokens: Sequence[int], *, draft: int = 0, chunk: int | None = None) -> None:
-        """Send ``tokens`` behind the transcript in chunks, back to back; the last one wants a token and guesses."""
+    def prefill(
+        self,
+        session: int,
+        tokens: Sequence[int],
+        *,
+        draft: int = 0,
+        chunk: int | None = None,
+        want: Want = Want.TOKEN,
+    ) -> None:
+        """Send what is not committed, and ``tokens`` behind it, in chunks back to back; ``want``: of the last one."""
         client = self.sessions[session]
         client.transcript += tokens
         client.unclaimed = None
-        self._send_certain(client, draft, chunk)
+        self._send_certain(client, draft, chunk, want)
 
     def send_round(self, session: int, draft: int, candidates: Sequence[int] | None = None) -> None:
         """Send the token drawn last with the guesses behind it (or with ``candidates``); ask for ``draft`` new ones.
@@ -163,7 +174,7 @@ class ReferenceRoute:
             client.unclaimed = None
         certain = client.transcript[client.committed :]
         if client.state is RoundState.LOST or len(certain) != 1:
-            self._send_certain(client, draft, None)
+            self._send_certain(client, draft)
             return
         guesses = tuple(client.drafts if candidates is None else candidates)
         guesses = guesses[: max(0, self.shape.n_ctx - client.committed - 1)]
@@ -178,6 +189,11 @@ class ReferenceRoute:
         client.fire(RoundEvent.REJECTED)
         client.committed = at - k
         self._send_rollback(client, at, at - k, client.transcript)
+
+    def inject(self, message: Work | Rollback) -> None:
+        """Send the head something of one's own making; its answer goes to nobody who waits for it."""
+        self._log("pipeline", "0", message)
+        self._queue.append(_ToStage(0, message))
 
     def evict(self, stage: int, session: int) -> None:
         """One stage drops an idle session to make room for another."""
@@ -259,6 +275,7 @@ class ReferenceRoute:
     def _lose(self, client: ClientState) -> None:
         client.fire(RoundEvent.LOSE)
         client.in_flight.clear()
+        client.waiting.clear()
         client.drafts, client.unclaimed, client.committed, client.is_open = (), None, 0, False
 
     def _reopen(self, client: ClientState) -> None:
@@ -271,13 +288,13 @@ class ReferenceRoute:
                 shard.open(client.id)
             client.is_open, client.committed = True, 0
 
-    def _send_certain(self, client: ClientState, draft: int, chunk: int | None) -> None:
+    def _send_certain(self, client: ClientState, draft: int, chunk: int | None = None, last: Want = Want.TOKEN) -> None:
         self._reopen(client)
         begin, end = client.committed + sum(len(work.tokens) for work in client.in_flight), len(client.transcript)
-        size = chunk or self.shape.n_ubatch
+        size = chunk or self.shape.n_batch
         while begin < end:
             until = min(begin + size, end)
-            want = Want.TOKEN if until == end else Want.NOTHING
+            want = last if until == end else Want.NOTHING
             self._send_work(client, client.transcript[begin:until], 0, want, draft if want else 0)
             begin = until
 
@@ -291,19 +308,22 @@ class ReferenceRoute:
         )
         client.fire(RoundEvent.WORK)
         client.in_flight.append(work)
+        client.waiting.add(client.seq)
         self._log("pipeline", "0", work)
         self._queue.append(_ToStage(0, work))
 
     def _send_rollback(self, client: ClientState, at: int, to: int, tokens: Sequence[int]) -> None:
         client.seq += 1
         rollback = Rollback(self._key(client.id), client.seq, expectation(tokens, at), expectation(tokens, to))
+        client.waiting.add(client.seq)
         self._log("pipeline", "0", rollback)
         self._queue.append(_ToStage(0, rollback))
 
     def _at_pipeline(self, answer: Answer, sender: int) -> None:
         client = self.sessions.get(answer.key.session)
-        if client is None or answer.key.epoch != self.epoch or client.state is RoundState.LOST:
+        if client is None or answer.key.epoch != self.epoch or answer.seq not in client.waiting:
             return  # an answer to what is over
+        client.waiting.remove(answer.seq)
         match answer:
             case RolledBack():
                 client.committed = answer.position

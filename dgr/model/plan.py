@@ -1,11 +1,13 @@
 """Plans: which host owns which layers, so that weights, state and compute buffers of each fit its memory.
 
-Stages follow the order of the hosts, head first. Among all ways to cut, a plan is one that fills the fullest host least:
-with a memory size per host by its share, otherwise by bytes. So it fits if any plan does, and its stages weigh about the same.
+Stages follow the order of the hosts, head first. Among all ways to cut, a plan is one that fills the fullest host least (by
+its share where memory sizes are given, otherwise by bytes), and of these the evenest. So it fits if any plan does.
 """
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Callable, Sequence
 
 from attrs import frozen
@@ -100,7 +102,7 @@ def _memories(memory: Sequence[int] | None, n_stages: int) -> list[int | None]:
 
 
 def propose(costs: Costs, n_stages: int, memory: Sequence[int] | None, compute: Compute) -> Plan:
-    """The plan that fills the fullest host least, for given compute buffers; it may not fit."""
+    """The plan that fills the fullest host least, and then the evenest, for given compute buffers; it may not fit."""
     n_layers = len(costs.weights)
     if not 1 <= n_stages <= n_layers:
         raise InputError(f"{n_stages} stages asked for, but the model has {n_layers} layers: give 1 to {n_layers}")
@@ -114,19 +116,37 @@ def propose(costs: Costs, n_stages: int, memory: Sequence[int] | None, compute: 
         found = stage(index, begin, end)
         return found.total / (found.memory or 1)
 
-    # best[end]: (load of the fullest of the stages so far, where the last of them begins); one row per stage.
+    fullest, _ = _best_cuts(n_layers, n_stages, load, max)
+    # Among the plans that fill no host more than that, the evenest.
+    limit = fullest * (1 + 1e-12)
+    _, bounds = _best_cuts(
+        n_layers, n_stages, lambda *part: square if (square := load(*part) ** 2) <= limit**2 else math.inf, operator.add
+    )
+    return Plan(tuple(stage(index, bounds[index], bounds[index + 1]) for index in range(n_stages)))
+
+
+def _best_cuts(
+    n_layers: int,
+    n_stages: int,
+    cost: Callable[[int, int, int], float],
+    joined: Callable[[float, float], float],
+) -> tuple[float, list[int]]:
+    """The bounds of the stages whose costs, ``joined``, are least; ``cost`` takes (stage, begin, end)."""
+    # One row per number of stages: where they end -> (cost of them all, where the last of them begins).
     rows: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]
     for index in range(n_stages):
-        before, row = rows[-1], {}
-        left = n_stages - index - 1
-        for end in range(index + 1, n_layers - left + 1) if left else (n_layers,):
-            row[end] = min((max(before[begin][0], load(index, begin, end)), begin) for begin in before if begin < end)
-        rows.append(row)
+        before, left = rows[-1], n_stages - index - 1
+        ends = range(index + 1, n_layers - left + 1) if left else (n_layers,)
+        rows.append(
+            {
+                end: min((joined(before[begin][0], cost(index, begin, end)), begin) for begin in before if begin < end)
+                for end in ends
+            }
+        )
     bounds = [n_layers]
     for row in reversed(rows[1:]):
         bounds.append(row[bounds[-1]][1])
-    bounds.reverse()
-    return Plan(tuple(stage(index, bounds[index], bounds[index + 1]) for index in range(n_stages)))
+    return rows[-1][n_layers][0], bounds[::-1]
 
 
 def refine(costs: Costs, n_stages: int, memory: Sequence[int] | None, measure: Compute) -> Plan:

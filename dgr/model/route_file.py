@@ -89,6 +89,8 @@ def read_route_file(path: str | Path) -> RouteFile:
         except InvalidLayerRange as error:
             raise InvalidRoute(f"{where}: {error}") from error
         refs.append(StageRef(stage["address"], layers))
+        if "model" in stage:
+            stage_models[stage["address"]] = path.parent / stage["model"]
     context = data.get("context", {})
     _only(context, _CONTEXT, f"{path}: [context]")
     tls = data.get("tls")

@@ -13,7 +13,7 @@ from dgr.model.artifact import LAYER_BEGIN, LAYER_END, MANIFEST_KEY, PARENT_KEY,
 from dgr.model.digests import Progress, new_digest
 from dgr.model.ggml import GgmlType
 from dgr.model.gguf import MetaValue, ValueType
-from dgr.model.gguf_write import NewTensor, lay_out, u32, writing, zero_padding
+from dgr.model.gguf_write import TensorForm, lay_out, u32, writing, zero_padding
 from dgr.model.manifest import Manifest, encode_manifest
 from dgr.model.route import LayerRange
 
@@ -84,7 +84,7 @@ def _metadata(artifact: Artifact, layers: LayerRange, manifest: Manifest) -> dic
     return kept
 
 
-def _stand_in(artifact: Artifact) -> list[NewTensor]:
+def _stand_in(artifact: Artifact) -> list[TensorForm]:
     """What keeps the schedule as it is in a slice of a model with an MTP block.
 
     llama.cpp asks for ``nextn.eh_proj`` of the block behind the main layers, and without it takes that block for one more
@@ -96,7 +96,7 @@ def _stand_in(artifact: Artifact) -> list[NewTensor]:
         return []
     name, ne = f"blk.{hp.n_layers}.nextn.eh_proj.weight", (2 * hp.n_embd, hp.n_embd)
     kinds = (kind for kind in GgmlType if kind.is_matrix_operand and ne[0] % kind.block_size == 0)
-    return [min((NewTensor(name, ne, kind) for kind in kinds), key=lambda tensor: tensor.n_bytes)]
+    return [min((TensorForm(name, ne, kind) for kind in kinds), key=lambda tensor: tensor.n_bytes)]
 
 
 def _verified(artifact: Artifact, name: str, expected: str) -> Iterator[bytes]:

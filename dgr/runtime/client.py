@@ -100,6 +100,8 @@ class ClientSession:
         #: What the last token asked for was to be drawn with, and the answer when it came after its caller had gone.
         self._drawing: frames.Sampling | None = None
         self._unclaimed: Received | None = None
+        #: What was sent, if the transcript was rewritten while that drains.
+        self._sent_before_rewrite: list[int] = []
         #: Grows with every change of the transcript by its owner.
         self.turn = 0
         #: Why the next prefill starts from token 0 again; None when it does not.
@@ -193,9 +195,12 @@ class ClientSession:
                 f"the prompt and its history are {len(transcript)} tokens (n_prompt), the context holds {n_ctx} (n_ctx);"
                 " shorten the prompt or load the stages with a larger n_ctx"
             )
-        sent = self._prefix.position
-        if transcript[:sent] != self.transcript[:sent]:
-            self.lose("diverged")
+        sent = self._sent_before_rewrite or self.transcript[: self._prefix.position]
+        if transcript[: len(sent)] != sent:
+            if self.state is ClientState.DRAINING:
+                self._sent_before_rewrite = sent  # how much of it counts is known once it has drained
+            else:
+                self.lose("diverged")
         self.transcript = transcript
         self.turn += 1
 
@@ -381,9 +386,13 @@ class ClientSession:
         except DgrError as error:
             self.lose(str(error))
             return
-        self._prefix = PrefixDigest(self.transcript[: self.committed])
+        sent, self._sent_before_rewrite = self._sent_before_rewrite or self.transcript, []
         self._machine.fire(ClientEvent.ANSWERED)
         self._pipeline.emit(Cancelled(self.id, self.committed))
+        if self.transcript[: self.committed] == sent[: self.committed]:
+            self._prefix = PrefixDigest(self.transcript[: self.committed])
+        else:
+            self.lose("diverged")
 
     def lose(self, reason: str) -> None:
         """State is lost on at least one stage: forget what is committed; the next use re-prefills."""
@@ -395,6 +404,7 @@ class ClientSession:
         if self._lost_because is None:
             self._lost_because = reason
         self.committed = 0
+        self._sent_before_rewrite = []
         self._unclaimed = None
         self._prefix = PrefixDigest()
         for answer in self._outstanding.values():

@@ -109,7 +109,7 @@ class LocalCluster:
         limits = limits_of(after.description)
         near, far = memory_transports()
         async with (
-            open_link(far, limits, name=f"{after.name}<-{before.name}") as arriving,
+            open_link(far, limits, name=f"{after.name}<-{before.name}", granted=limits.under_way) as arriving,
             open_link(near, limits, name=f"{before.name}->{after.name}", credit=limits.under_way) as leaving,
         ):
             after.start_soon(after.serve_boundary, arriving, before.name)

@@ -302,10 +302,7 @@ class Pipeline:
             fence = frames.Fence(
                 self.route_id, self.epoch, ref.address, route.predecessor(index), route.successor(index)
             )
-            try:
-                self._stages[ref.address].link.send_nowait(fence)
-            except WireError as error:
-                answer.set(error)  # the other stages are fenced all the same
+            self._say(ref.address, fence, answer)
             answers.append((ref, answer))
         fenced: list[frames.Fenced] = []
         deadline = trio.current_time() + self.timeouts.route
@@ -369,8 +366,9 @@ class Pipeline:
                         self._on_answer(ref.address, received)
                 except WireError as error:
                     why = str(error)
+                stage.lost = f"stage {ref.address}: {why}"
                 if self._stages.get(ref.address) is stage:
-                    self._on_loss(stage, why)
+                    self._on_loss(stage, stage.lost)
 
     def _on_answer(self, address: str, received: Received) -> None:
         frame = received.frame
@@ -414,12 +412,24 @@ class Pipeline:
             answer.set(received)
         return answer is not None
 
+    def _say(
+        self, address: str, frame: frames.Fence | frames.Open | frames.Close | frames.Probe, answer: Answer
+    ) -> None:
+        """Send a request to a stage; one that cannot be sent is answered at once, and other stages are asked all the same."""
+        stage = self._stages[address]
+        if stage.lost is not None:
+            answer.set(LinkBroken(stage.lost))
+            return
+        try:
+            stage.link.send_nowait(frame)
+        except WireError as error:
+            answer.set(error)
+
     def _on_loss(self, stage: _Stage, why: str) -> None:
         """A control link ended: waits for that stage fail, and the route is down."""
-        stage.lost = f"stage {stage.ref.address}: {why}"
-        self._fail_waits(LinkBroken(stage.lost), of=stage.ref.address)
+        self._fail_waits(LinkBroken(why), of=stage.ref.address)
         if self.state is RouteState.LIVE:
-            self._go_down(stage.lost)
+            self._go_down(why)
 
     def _go_down(self, why: str) -> None:
         """The route admits no work until every stage has fenced a new epoch."""
@@ -466,10 +476,7 @@ class Pipeline:
         waits = [(ref.address, self.expect(ref.address, frame.key.session, frame.seq)) for ref in self.route.stages]
         try:
             for address, answer in waits:
-                try:
-                    self._stages[address].link.send_nowait(frame)
-                except WireError as error:
-                    answer.set(error)  # the other stages are asked all the same
+                self._say(address, frame, answer)
             received = [
                 (address, await answer.wait(self.timeouts.control, f"{what} from stage {address}"))
                 for address, answer in waits

@@ -80,6 +80,11 @@ async def _open(address: str, policy: LinkPolicy, hello: Hello) -> AsyncIterator
         match answer:
             case Welcome():
                 limits = limits_of(describe_identity(answer.identity))
+                if answer.credit < limits.under_way // 2:
+                    raise FrameError(
+                        f"stage {address} takes {answer.credit} bytes of payload at a time; one boundary of"
+                        f" {limits.n_batch} tokens is {limits.under_way // 2}"
+                    )
                 # A next stage answers without payloads; the tail sends logits to a client.
                 incoming = _arriving(limits, Role.PIPELINE) if hello.role is Role.STAGE else None
                 link.agree(limits, answer.credit, incoming=incoming)

@@ -120,6 +120,7 @@ class Shard:
         #: Links whose stage, by its name, waits until a (route, epoch) is admitted here.
         self._awaiting: dict[tuple[bytes, int, str], Link] = {}
         self._nursery: trio.Nursery | None = None
+        self._leasing = trio.Lock()
         self._evictions = 0
         self._strays = 0
 
@@ -141,6 +142,10 @@ class Shard:
 
     async def lease(self, owner: Hashable, wanted: Callable[[], bool]) -> Lease | None:
         """A slot for a session; the session idle for longest makes room if it must."""
+        async with self._leasing:  # one after another, or everyone who waits would wake for every slot
+            return await self._lease(owner, wanted)
+
+    async def _lease(self, owner: Hashable, wanted: Callable[[], bool]) -> Lease | None:
         while wanted():
             if (lease := self.ledger.lease(owner)) is not None:
                 return lease

@@ -187,6 +187,7 @@ class FakeEngine:
             kernel_fingerprint=kernel_fingerprint,
             components=tuple(name for name, size in self._memory.state.items() if size),
             capabilities={"decode": "executable", "mtp": "reserved"},
+            runtime="fake",
         )
 
     def describe(self) -> EngineDescription:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dgr.errors import InputError
 from dgr.model.gguf import GgufFile, MetaValue, ValueType, read_gguf
-from dgr.model.gguf_write import NewTensor, lay_out, u16, writing, zero_padding
+from dgr.model.gguf_write import TensorForm, lay_out, u16, writing, zero_padding
 from dgr.model.parts import SPLIT_COUNT, SPLIT_NO, SPLIT_TENSORS, part_name
 
 __all__ = ["edit_gguf", "write_in_parts"]
@@ -21,13 +21,13 @@ def _write(
     metadata: Mapping[str, MetaValue],
     source: GgufFile,
     names: Iterable[str],
-    added: Mapping[NewTensor, bytes],
+    added: Mapping[TensorForm, bytes],
     *,
     sparse: bool = False,
 ) -> None:
     """A file of some tensors of another, and of new ones. ``sparse``: leave the data of the former a hole."""
     kept = [source.tensors[name] for name in names]
-    tensors = [*(NewTensor(tensor.name, tensor.ne, tensor.type) for tensor in kept), *added]
+    tensors = [*(TensorForm(tensor.name, tensor.ne, tensor.type) for tensor in kept), *added]
     layout = lay_out(metadata, tensors)
     with writing(target) as out, source.path.open("rb") as data:
         out.write(layout.header)
@@ -49,7 +49,7 @@ def edit_gguf(
     *,
     keys: Mapping[str, MetaValue | None] | None = None,
     drop: Iterable[str] = (),
-    add: Mapping[NewTensor, bytes] | None = None,
+    add: Mapping[TensorForm, bytes] | None = None,
 ) -> Path:
     """Copy a file with some keys set (or removed, by None), some tensors left out, and new ones at the end."""
     file, gone = read_gguf(source), set(drop)

@@ -211,6 +211,11 @@ def test_a_used_slot_is_like_a_new_one(small, prompt):
         assert_same(run(chain, tokens, 64), first)
 
 
+def test_an_mtp_block_in_the_file_changes_nothing(model, prompt, short):
+    with open_chain(model("f32", layers=7, mtp=True), "0:3,3:7", CONTEXT) as chain:
+        assert_same(run(chain, prompt(150), 50, 4), short)
+
+
 def test_a_mapped_file_is_like_a_read_one(small, prompt, short):
     engine = LlamaEngine(small, None, CONTEXT, mmap=True, check_tensors=True)
     try:

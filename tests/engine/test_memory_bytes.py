@@ -61,6 +61,11 @@ def test_some_ranges_in_every_context(tiny: Path, context: ContextParams):
     assert list(wrong_bytes(Artifact.open(tiny), ranges, context)) == []
 
 
+def test_an_mtp_block_owns_no_state(model):
+    artifact = Artifact.open(model("f32", layers=7, mtp=True))
+    assert list(wrong_bytes(artifact, [LayerRange(0, 7), LayerRange(4, 7)], CONTEXTS[1])) == []
+
+
 def test_the_published_widths(tmp_path: Path):
     """V4 Flash itself: 284 G parameters as a hole in a file, a million tokens, nothing allocated."""
     write_fixture(tmp_path / "real.gguf", preset="real", weights="mixed", sparse=True)

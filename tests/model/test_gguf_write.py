@@ -10,11 +10,11 @@ import pytest
 from dgr.errors import InputError
 from dgr.model.ggml import GgmlType
 from dgr.model.gguf import ALIGNMENT_KEY, MetaArray, MetaValue, ValueType, read_gguf
-from dgr.model.gguf_write import NewTensor, lay_out, u16, u32, writing
+from dgr.model.gguf_write import TensorForm, lay_out, u16, u32, writing
 from dgr.testing.fixture_edit import edit_gguf
 
 
-def write(path: Path, metadata: dict[str, MetaValue], tensors: list[NewTensor]) -> None:
+def write(path: Path, metadata: dict[str, MetaValue], tensors: list[TensorForm]) -> None:
     layout = lay_out(metadata, tensors)
     path.write_bytes(layout.header + bytes(layout.file_bytes - len(layout.header)))
 
@@ -37,9 +37,9 @@ VALUES = {
 def test_reads_back_as_it_was_written(tmp_path: Path, alignment: int | None) -> None:
     metadata = VALUES | ({} if alignment is None else {ALIGNMENT_KEY: u32(alignment)})
     tensors = [
-        NewTensor("a", (3,), GgmlType.F32),
-        NewTensor("b", (32, 2, 1, 3), GgmlType.Q8_0),
-        NewTensor("c", (256,), GgmlType.Q2_K),
+        TensorForm("a", (3,), GgmlType.F32),
+        TensorForm("b", (32, 2, 1, 3), GgmlType.Q8_0),
+        TensorForm("c", (256,), GgmlType.Q2_K),
     ]
     write(tmp_path / "x.gguf", metadata, tensors)
     file = read_gguf(tmp_path / "x.gguf")
@@ -80,12 +80,12 @@ def test_an_unchanged_copy_of_a_model_is_the_same_file(min_model: Path, tmp_path
 )
 def test_refuses_what_no_reader_takes(metadata: dict[str, MetaValue], tensors: list[Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        lay_out(metadata, [NewTensor(name, ne, GgmlType.F32) for name, ne in tensors])
+        lay_out(metadata, [TensorForm(name, ne, GgmlType.F32) for name, ne in tensors])
 
 
 def test_rows_are_whole_blocks() -> None:
     with pytest.raises(InputError, match="33 values cannot have type q8_0"):
-        lay_out({}, [NewTensor("x", (33,), GgmlType.Q8_0)])
+        lay_out({}, [TensorForm("x", (33,), GgmlType.Q8_0)])
 
 
 def test_a_failed_file_leaves_nothing_and_the_old_one_stays(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from dgr.model.artifact import Artifact, manifest_path
 from dgr.model.digests import digest_tensors, known_digests
 from dgr.model.ggml import GgmlType
 from dgr.model.gguf import MetaValue, TensorInfo, ValueType, read_gguf
-from dgr.model.gguf_write import NewTensor, u32
+from dgr.model.gguf_write import TensorForm, u32
 from dgr.model.manifest import Manifest, decode_manifest, encode_manifest, make_manifest, metadata_digest
 from dgr.model.route import LayerRange
 from dgr.testing.fixture import write_fixture
@@ -105,7 +105,7 @@ def test_storage_does_not_count(min_model: Path, tmp_path: Path) -> None:
     tensor = read_gguf(min_model).tensors[name]
     data = min_model.read_bytes()[tensor.offset : tensor.offset + tensor.n_bytes]
     reordered = edit_gguf(
-        min_model, tmp_path / "order.gguf", drop=[name], add={NewTensor(name, tensor.ne, tensor.type): data}
+        min_model, tmp_path / "order.gguf", drop=[name], add={TensorForm(name, tensor.ne, tensor.type): data}
     )
     assert list(read_gguf(reordered).tensors)[-1] == name
     assert Artifact.open(reordered).identity == known

@@ -146,12 +146,22 @@ async def test_prefill_cancelled_at_its_end_runs_nothing_again(autojump_clock: t
         assert stages.tokens_run(TWO) == [6, 6]
 
 
-async def test_a_turn_that_differs_after_a_cancel_is_right(autojump_clock: trio.abc.Clock) -> None:
+@pytest.mark.parametrize("keep", [0, 5, 8, 9, 24])
+async def test_a_turn_that_differs_after_a_cancel_keeps_what_it_shares(
+    autojump_clock: trio.abc.Clock, keep: int
+) -> None:
+    """One chunk of eight tokens had been run, whatever else had been sent."""
     async with open_stages(TWO) as stages, stages.pipeline(TWO) as pipeline, pipeline.session() as session:
+        events = pipeline.events()
         async with held(stages.shard("0:2")):
             await give_up(session.generate(PROMPT).__anext__)
-        other = [*PROMPT[:20], 1, 2]
-        assert await take(session.generate(transcript=other, max_tokens=3)) == reference(other, 3)
+            for middle in ([7, 7, 7], [1, 2]):  # the first of them is overruled before it is asked for
+                session.generate(transcript=[*PROMPT[:keep], *middle])
+        other = [*PROMPT[:keep], 1, 2]
+        assert await take(session.generate(max_tokens=3)) == reference(other, 3)
+        again = [] if keep >= 8 else [(session.id, "diverged", keep + 2)]
+        assert reprefills(events) == again
+        assert stages.tokens_run(TWO) == [(8 if again else 0) + keep + 2 + 2] * 2
 
 
 async def test_a_callers_error_in_rows_leaves_the_session_usable(autojump_clock: trio.abc.Clock) -> None:
