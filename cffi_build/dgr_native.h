@@ -26,7 +26,7 @@ typedef enum dgr_status {
     DGR_ERR_LOAD       = -2, // the file cannot be loaded; the first error line of the log is the message
     DGR_ERR_MEMORY     = -3, // an allocation failed; nothing was changed
     DGR_ERR_FULL       = -4, // the batch does not fit the context; nothing was changed
-    DGR_ERR_NON_FINITE = -5, // the residual that came in holds NaN or Inf; nothing was changed
+    DGR_ERR_NON_FINITE = -5, // the residual that came in holds NaN, Inf or a value over 1e15; nothing was changed
     DGR_ERR_LOST       = -6, // native code failed or was aborted: every sequence of the batch must be cleared
     DGR_ERR_INTERNAL   = -7, // an exception of unknown kind; treat like DGR_ERR_LOST
 } dgr_status;
@@ -84,7 +84,8 @@ typedef struct dgr_run {
     const float   * residual_in;  // [n_tokens * width_in], NULL on a head
     float         * residual_out; // [n_tokens * width_out], NULL on a tail
     float         * logits_out;   // [rows wanted * n_vocab], NULL when none is wanted
-    uint8_t       * row_finite;   // [n_tokens] out: 1 when the token's output row (residual or logits) is finite;
+    uint8_t       * row_finite;   // [n_tokens] out: 1 when the token's output row (residual or logits) is finite, and no
+                                  // value of a residual exceeds 1e15 in magnitude;
                                   // 1 too where a tail was asked for no row
 } dgr_run;
 

@@ -7,6 +7,7 @@
 #include "llama-ext.h"     // staging API: the residual leaves through the nextn embeddings
 #include "llama-model.h"   // private: hyper-parameters
 
+#include <algorithm>
 #include <cinttypes>
 #include <cstdio>
 #include <cstring>
@@ -221,12 +222,32 @@ static std::unique_ptr<dgr_stage> open_stage(const char * path, const dgr_stage_
 
 static const uint32_t EXPONENT = 0x7f800000; // all ones in an infinity or a NaN
 
+// The largest residual that is let in or out. Norms add up the squares of up to 4*n_embd values in f32: far below the
+// greatest float they become infinite, and the row then turns to zeros, or worse, without a NaN to tell of it: seen
+// from 8e18 on in a whole row.
+static const float RESIDUAL_MAX = 1e15f;
+
 bool all_finite(const float * values, size_t n) {
     uint32_t bad = 0; // no early exit: this vectorizes
     for (size_t i = 0; i < n; ++i) {
         uint32_t bits;
         memcpy(&bits, values + i, sizeof(bits));
         bad |= (bits & EXPONENT) == EXPONENT;
+    }
+    return bad == 0;
+}
+
+static bool is_residual(float value) {
+    uint32_t bits, limit;
+    memcpy(&bits, &value, sizeof(bits));
+    memcpy(&limit, &RESIDUAL_MAX, sizeof(limit));
+    return (bits & 0x7fffffff) <= limit; // magnitudes order like their bits, NaN and infinity last
+}
+
+static bool all_residual(const float * values, size_t n) {
+    uint32_t bad = 0;
+    for (size_t i = 0; i < n; ++i) {
+        bad |= !is_residual(values[i]);
     }
     return bad == 0;
 }
@@ -305,8 +326,11 @@ static uint32_t count_rows(const dgr_stage & stage, const dgr_run & run) {
 static void check_residual(const dgr_stage & stage, const dgr_run & run) {
     const size_t width = stage.info.width_in;
     for (int32_t i = 0; width > 0 && i < run.n_tokens; ++i) {
-        if (!all_finite(run.residual_in + i * width, width)) {
-            fail(DGR_ERR_NON_FINITE, "the residual of slot %d at position %d holds NaN or Inf: drop the session", run.slots[i], run.positions[i]);
+        const float * row = run.residual_in + i * width;
+        if (!all_residual(row, width)) {
+            const float value = *std::find_if_not(row, row + width, is_residual);
+            fail(DGR_ERR_NON_FINITE, "the residual of slot %d at position %d holds %g: values must be finite and at most %g in magnitude; drop the session",
+                run.slots[i], run.positions[i], value, RESIDUAL_MAX);
         }
     }
 }
@@ -370,7 +394,7 @@ static void copy_outputs(dgr_stage & stage, const dgr_run & run, uint32_t rows) 
     memcpy(out, source, n * width * sizeof(float));
     for (int32_t i = 0, row = 0; i < run.n_tokens; ++i) {
         if (!tail || run.want_logits[i]) {
-            run.row_finite[i] = all_finite(out + row * width, width);
+            run.row_finite[i] = tail ? all_finite(out + row * width, width) : all_residual(out + row * width, width);
             ++row;
         }
     }

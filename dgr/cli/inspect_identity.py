@@ -14,11 +14,12 @@ from dgr.cli.tables import layer_runs, render_table
 from dgr.engine.llama import ADAPTER
 from dgr.engine.native import build_info, kernel_fingerprint, runtime_version
 from dgr.errors import ArtifactError
-from dgr.model.artifact import Artifact, manifest_path
+from dgr.model.artifact import Artifact
 from dgr.model.cuts import restrictions, valid_cuts
 from dgr.model.gguf_write import writing
 from dgr.model.manifest import Manifest, encode_manifest
 from dgr.model.route import LayerRange
+from dgr.model.shares import manifest_path
 from dgr.model.v4 import HyperParameters
 from dgr.wire.frames import SCHEMA_HASH, SCHEMA_VERSION
 

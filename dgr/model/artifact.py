@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from functools import cached_property
-from pathlib import Path
 
 from attrs import field, frozen
 
@@ -18,22 +17,18 @@ from dgr.errors import ArtifactError, UnsupportedModel
 from dgr.model.checks import check_hash_table, check_tensor
 from dgr.model.digests import Progress, digest_tensors, known_digests
 from dgr.model.ggml import GgmlType
-from dgr.model.gguf import GgufFile, TensorInfo, ValueType
+from dgr.model.gguf import GgufFile, TensorInfo
 from dgr.model.gguf_write import TensorForm
-from dgr.model.manifest import Manifest, decode_manifest, make_manifest, metadata_digest
+from dgr.model.manifest import Manifest, make_manifest, metadata_digest
 from dgr.model.metadata import from_metadata
 from dgr.model.mtp import Shipped, how_shipped, refuse_artifact
 from dgr.model.parts import Parts, read_parts
 from dgr.model.route import LayerRange
+from dgr.model.shares import LAYER_END, MANIFEST_KEY, given_manifest, layers_of, manifest_path
 from dgr.model.tensors import TensorKind, TensorSpec, block_tensors, head_tensors, range_tensors, tail_tensors
-from dgr.model.v4 import ARCHITECTURE, HyperParameters
+from dgr.model.v4 import HyperParameters
 
-__all__ = ["LAYER_BEGIN", "LAYER_END", "MANIFEST_KEY", "PARENT_KEY", "Artifact", "manifest_path"]
-
-#: Keys of a slice. llama.cpp reads the first two (see the patch), dgr the others.
-LAYER_BEGIN, LAYER_END = f"{ARCHITECTURE}.dgr.layer_begin", f"{ARCHITECTURE}.dgr.layer_end"
-#: The parent's manifest as JSON, and its identity for people.
-MANIFEST_KEY, PARENT_KEY = f"{ARCHITECTURE}.dgr.manifest", f"{ARCHITECTURE}.dgr.parent"
+__all__ = ["Artifact"]
 
 
 @frozen
@@ -55,7 +50,7 @@ class Artifact:
         A file of an MTP block alone is refused with :class:`~dgr.errors.MtpNotExecutable`.
         """
         parts = read_parts(path)
-        given = _given_manifest(parts)
+        given = given_manifest(parts)
         names = set(parts.located()) | {entry.name for entry in (given.tensors if given else ())}
         unseen = given is None and bool(parts.missing)  # an MTP block that is announced may be elsewhere
         try:
@@ -69,7 +64,7 @@ class Artifact:
         for block in range(hp.n_blocks):
             specs += block_tensors(hp, block)
         known = {spec.name: spec for spec in specs}
-        artifact = cls(parts, hp, _layers_of(parts.first, hp), given, known)
+        artifact = cls(parts, hp, layers_of(parts.first, hp), given, known)
         if given is not None:
             _check_manifest(artifact, given)
         return artifact
@@ -254,44 +249,6 @@ class Artifact:
             f"{self.file.path}: {files} is not here, so the model's identity cannot be told; fetch it, or put the manifest"
             f" here as {manifest_path(self.parts).name} (`dgr inspect MODEL --identity --manifest` where all parts are)"
         )
-
-
-def manifest_path(parts: Parts) -> Path:
-    """Where the manifest of a model lies, when it lies beside it."""
-    return parts.stem.with_name(parts.stem.name + ".manifest.json")
-
-
-def _given_manifest(parts: Parts) -> Manifest | None:
-    """The manifest that a slice carries, or that lies beside the file."""
-    stored = parts.first.metadata.get(MANIFEST_KEY)
-    if stored is not None:
-        if not isinstance(stored.value, str):
-            raise ArtifactError(f"{parts.first.path}: {MANIFEST_KEY} is no text; make the slice again")
-        return decode_manifest(stored.value.encode("utf-8", "surrogateescape"), parts.first.path)
-    path = manifest_path(parts)
-    try:
-        return decode_manifest(path.read_bytes(), path)
-    except FileNotFoundError:
-        return None
-    except OSError as failed:
-        raise ArtifactError(f"{path}: cannot be read: {failed.strerror or failed}; check the file") from failed
-
-
-def _layers_of(file: GgufFile, hp: HyperParameters) -> LayerRange:
-    """The main layers a file says it holds: all of them unless it is a slice."""
-    bounds = []
-    for key, default in ((LAYER_BEGIN, 0), (LAYER_END, hp.n_layers)):
-        stored = file.metadata.get(key)
-        value = default if stored is None else stored.value
-        if not isinstance(value, int) or (stored is not None and stored.type is not ValueType.UINT32):
-            raise ArtifactError(f"{file.path}: {key} is {value!r}, but must be a UINT32; make the slice again")
-        bounds.append(value)
-    if not 0 <= bounds[0] < bounds[1] <= hp.n_layers:
-        raise ArtifactError(
-            f"{file.path}: {LAYER_BEGIN} and {LAYER_END} are {bounds[0]} and {bounds[1]}, which is no range of the model's"
-            f" {hp.n_layers} main layers; make the slice again"
-        )
-    return LayerRange(*bounds)
 
 
 def _check_manifest(artifact: Artifact, given: Manifest) -> None:

@@ -236,6 +236,11 @@ class ReferenceRoute:
     def acts_left(self) -> int:
         return len(self._queue)
 
+    @property
+    def on_the_way(self) -> list[tuple[int, Work | Rollback]]:
+        """Messages that a stage has not taken yet: (stage, message)."""
+        return [(act.stage, act.message) for act in self._queue if isinstance(act, _ToStage)]
+
     def _at_stage(self, shard: ReferenceShard | None, message: Work | Rollback, rows: Sequence[bytes]) -> None:
         if shard is None:
             return  # the stage left the route, and its links with it

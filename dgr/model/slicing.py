@@ -9,13 +9,14 @@ from pathlib import Path
 from attrs import frozen
 
 from dgr.errors import ArtifactError, InputError
-from dgr.model.artifact import LAYER_BEGIN, LAYER_END, MANIFEST_KEY, PARENT_KEY, Artifact
+from dgr.model.artifact import Artifact
 from dgr.model.digests import Progress, new_digest
 from dgr.model.ggml import GgmlType
 from dgr.model.gguf import MetaValue, ValueType
 from dgr.model.gguf_write import TensorForm, lay_out, u32, writing, zero_padding
 from dgr.model.manifest import Manifest, encode_manifest
 from dgr.model.route import LayerRange
+from dgr.model.shares import LAYER_BEGIN, LAYER_END, MANIFEST_KEY, PARENT_KEY
 
 __all__ = ["SliceSummary", "write_slice"]
 

@@ -144,9 +144,9 @@ class SessionActor:
             self._machine.fire(SessionEvent.END)
             with trio.CancelScope(shield=True):
                 await self._stepper.clear(self.lease.slot)  # waits for a step under way
-                await self._drop_queued()
             if self._machine.state is SessionState.CLOSING:
                 self._machine.fire(SessionEvent.COMMITTED)
+            self._drop_queued()
             self._on_end(self)
             self.ended.set()
 
@@ -166,16 +166,17 @@ class SessionActor:
                 consumed()
             self.last_active = trio.current_time()
 
-    async def _drop_queued(self) -> None:
-        """Frames that nobody will handle any more give their credit back; a sender who cannot know is told."""
+    def _drop_queued(self) -> None:
+        """Frames that nobody will handle any more give their credit back.
+
+        Nobody waits for an answer either: a session with frames left was closed or fenced, by the one who sent them.
+        """
         while True:
             try:
-                frame, _payload, consumed = self._receive.receive_nowait()
+                _frame, _payload, consumed = self._receive.receive_nowait()
             except trio.WouldBlock:
                 return
             consumed()
-            if self.epitaph is not None:
-                await self._outlet.reply(frames.CacheMiss(self.key, frame.seq, self.epitaph, 0))
 
     async def _handle(self, frame: WorkFrame, payload: memoryview | None) -> None:
         if frame.seq < self._first_seq:

@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 from attrs import evolve, frozen
 
 from dgr.errors import InputError
-from dgr.model.artifact import Artifact, manifest_path
+from dgr.model.artifact import Artifact
 from dgr.model.ggml import GgmlType
 from dgr.model.gguf_write import writing
 from dgr.model.manifest import encode_manifest
+from dgr.model.shares import manifest_path
 from dgr.model.tensors import TensorKind, TensorSpec, block_tensors, head_tensors, tail_tensors
 from dgr.model.v4 import ARCHITECTURE, V4_FLASH, HyperParameters
 from dgr.testing.fixture_blocks import BLOCK_TYPES, random_blocks

@@ -6,7 +6,7 @@ the records to files.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -136,6 +136,7 @@ class Episode:
             }
             for one in sent
         ]
+        step["in_flight"] = [[str(stage), message.seq] for stage, message in self.route.on_the_way]
         client = self.route.sessions[self.session]
         step["pipeline"] = {
             "state": client.state.value,
@@ -379,23 +380,29 @@ EPISODES: Mapping[str, Callable[[], Episode]] = {
 }
 
 
+#: Starts of one walk of the border grid are at least this far apart, so that no round reaches the next start.
+_APART = 6
+
+
 def border_grid() -> list[dict[str, Any]]:
     """Rounds of k candidates, m of them right, from every position in :data:`BORDERS`: where a whole stage stands then."""
     text = text_of(BORDERS[-1] + 12)
     rows = []
     for k in range(1, 5):
         for m in range(k + 1):
-            route = ReferenceRoute(1, RollbackShape(4, n_ubatch=64, n_batch=512), route_id=ROUTE_ID)
-            session = route.open()
-            client = route.sessions[session]
-            for position in BORDERS:
-                if position < len(client.transcript):
-                    continue  # the round before went further
-                route.prefill(session, text[len(client.transcript) : position])
-                route.settle()
-                route.send_round(session, 0, _candidates(text, position, m, k))
-                route.settle()
-                view = route.views(session)[0]
-                assert view is not None
-                rows.append({"from": position, "k": k, "m": m, "stage": msgspec.to_builtins(view)})
+            found = [row for first in range(_APART) for row in _walk(text, BORDERS[first::_APART], k, m)]
+            rows += sorted(found, key=lambda row: int(row["from"]))
     return rows
+
+
+def _walk(text: Sequence[int], starts: Sequence[int], k: int, m: int) -> Iterator[dict[str, Any]]:
+    """One session from start to start."""
+    route = ReferenceRoute(1, RollbackShape(4, n_ubatch=64, n_batch=512), route_id=ROUTE_ID)
+    session = route.open()
+    client = route.sessions[session]
+    for position in starts:
+        route.prefill(session, text[len(client.transcript) : position])
+        route.settle()
+        route.send_round(session, 0, _candidates(text, position, m, k))
+        route.settle()
+        yield {"from": position, "k": k, "m": m, "stage": msgspec.to_builtins(route.views(session)[0])}

@@ -16,13 +16,14 @@ from attrs import evolve
 
 from dgr.errors import ArtifactError
 from dgr.model import digests
-from dgr.model.artifact import Artifact, manifest_path
+from dgr.model.artifact import Artifact
 from dgr.model.digests import digest_tensors, known_digests
 from dgr.model.ggml import GgmlType
 from dgr.model.gguf import MetaValue, TensorInfo, ValueType, read_gguf
 from dgr.model.gguf_write import TensorForm, u32
 from dgr.model.manifest import Manifest, decode_manifest, encode_manifest, make_manifest, metadata_digest
 from dgr.model.route import LayerRange
+from dgr.model.shares import manifest_path
 from dgr.testing.fixture import write_fixture
 from dgr.testing.fixture_edit import edit_gguf
 

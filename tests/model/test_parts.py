@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 
 from dgr.errors import ArtifactError
-from dgr.model.artifact import Artifact, manifest_path
+from dgr.model.artifact import Artifact
 from dgr.model.gguf import MetaValue, ValueType
 from dgr.model.gguf_write import u16, u32
 from dgr.model.parts import part_name, read_parts
 from dgr.model.route import LayerRange
+from dgr.model.shares import manifest_path
 from dgr.testing.fixture import write_fixture
 from dgr.testing.fixture_edit import edit_gguf
 

@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 from dgr.errors import ArtifactError, InputError, InvalidLayerRange
-from dgr.model.artifact import LAYER_BEGIN, LAYER_END, MANIFEST_KEY, PARENT_KEY, Artifact
+from dgr.model.artifact import Artifact
 from dgr.model.gguf import MetaValue, ValueType, read_gguf
 from dgr.model.gguf_write import u32
 from dgr.model.route import LayerRange
+from dgr.model.shares import LAYER_BEGIN, LAYER_END, MANIFEST_KEY, PARENT_KEY
 from dgr.model.slicing import write_slice
 from dgr.testing.fixture import write_fixture
 from dgr.testing.fixture_edit import edit_gguf

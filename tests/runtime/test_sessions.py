@@ -386,7 +386,7 @@ async def test_an_answer_on_its_way_out_is_not_idleness(autojump_clock: trio.abc
     context = evolve(CONTEXT, n_seq_max=1, n_batch=8)
     async with (
         open_stages(TWO, context=context) as stages,
-        stages.pipeline(TWO, window=6) as pipeline,
+        stages.pipeline(TWO, window=3) as pipeline,  # two chunks wait at the tail, one on the head's way out
         pipeline.session() as one,
         trio.open_nursery() as nursery,
     ):
