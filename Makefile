@@ -26,7 +26,7 @@ export CC CXX
 # The build tools of the environment come first, also for the programs that they start.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo numerics test test-long lint build ctest check-patches clean
+.PHONY: demo numerics test test-long lint build ctest check-patches check-mtp clean
 
 demo: build numerics $(MODEL)
 	$(BIN)/dgr generate --model $(MODEL) --split 0:15,15:29,29:43 --prompt "The quick brown fox" -n 32 --verify
@@ -79,6 +79,10 @@ ctest: build
 
 check-patches: build
 	$(BIN)/python vendor/llama.cpp/check_patches.py
+
+# The places in upstream's source that docs/mtp-contract.md was read from.
+check-mtp: build
+	$(BIN)/python vendor/llama.cpp/check_mtp_anchors.py
 
 clean:
 	rm -rf $(VENV) build

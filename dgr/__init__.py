@@ -20,7 +20,8 @@ from dgr.engine.vocab import LlamaVocabulary
 from dgr.errors import DgrError
 from dgr.model.artifact import Artifact
 from dgr.model.route import LayerRange, Route, StageRef
-from dgr.runtime.client import ClientSession, GeneratedToken, Generation
+from dgr.runtime.client import ClientSession
+from dgr.runtime.generation import GeneratedToken, Generation
 from dgr.runtime.local import LocalCluster, ShardPolicy, open_cluster, open_pipeline
 from dgr.runtime.pipeline import Pipeline, Timeouts, open_pipeline_on
 from dgr.runtime.remote import LinkPolicy, open_route

@@ -17,8 +17,8 @@ from dgr.engine.base import SamplingParams
 from dgr.errors import InputError
 from dgr.model.route_file import read_route_file
 from dgr.model.units import human_bytes
-from dgr.runtime.client import GeneratedToken
 from dgr.runtime.events import Event, RouteChanged
+from dgr.runtime.generation import GeneratedToken
 from dgr.runtime.local import open_pipeline
 from dgr.runtime.pipeline import Pipeline
 from dgr.runtime.remote import open_route

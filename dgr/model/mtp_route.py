@@ -26,7 +26,7 @@ from dgr.model.mtp_states import ROUND, RoundEvent, RoundState
 
 __all__ = ["ClientState", "ReferenceRoute", "Round", "Sent"]
 
-#: Floats of a toy residual row, four streams of one: what the payload of a message counts in.
+#: Bytes of a toy residual row, four streams of one float: what the payload of a message counts in.
 TOY_ROW_BYTES = 16
 
 

@@ -55,7 +55,7 @@ class TrunkEvent(Enum):
 class DrafterState(Enum):
     """A session's MTP block on the tail."""
 
-    #: Its own cache holds nothing of the session.
+    #: Its own cache holds nothing of the session; it can only begin with position 0.
     COLD = "cold"
     #: Its own cache and the trunk hold the same positions, and the row before the next position is at hand.
     READY = "ready"

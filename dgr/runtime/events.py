@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import TypeAlias
 
+import trio
 from attrs import frozen
 
 from dgr.model.route import Route
 
-__all__ = ["Cancelled", "Event", "Prefilled", "RePrefilled", "RouteChanged", "RouteDown", "StateLost"]
+__all__ = ["Cancelled", "Event", "EventHub", "Prefilled", "RePrefilled", "RouteChanged", "RouteDown", "StateLost"]
 
 
 @frozen
@@ -68,3 +69,33 @@ class RouteDown:
 
 
 Event: TypeAlias = Prefilled | StateLost | RePrefilled | Cancelled | RouteChanged | RouteDown
+
+#: Events kept for a subscriber that does not read; later ones are dropped.
+_KEPT = 4096
+
+
+class EventHub:
+    """Hands events to whoever subscribed; a subscriber that does not read loses events, and never holds the pipeline."""
+
+    def __init__(self) -> None:
+        self._subscribers: list[trio.MemorySendChannel[Event]] = []
+
+    def subscribe(self) -> trio.MemoryReceiveChannel[Event]:
+        """A channel of everything from now on; it ends with the pipeline."""
+        send, receive = trio.open_memory_channel[Event](_KEPT)
+        self._subscribers.append(send)
+        return receive
+
+    def emit(self, event: Event) -> None:
+        for subscriber in list(self._subscribers):
+            try:
+                subscriber.send_nowait(event)
+            except trio.WouldBlock:
+                continue
+            except trio.BrokenResourceError:
+                self._subscribers.remove(subscriber)
+
+    def close(self) -> None:
+        for subscriber in self._subscribers:
+            subscriber.close()
+        self._subscribers = []

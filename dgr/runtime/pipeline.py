@@ -6,10 +6,9 @@ objects. One reader task per control link hands answers to whoever waits for the
 
 from __future__ import annotations
 
-import itertools
 import secrets
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Protocol, TypeAlias
 
 import trio
@@ -21,18 +20,18 @@ from dgr.errors import (
     DeadlineExceeded,
     DgrError,
     InputError,
-    InvalidRoute,
     LinkBroken,
     SessionLost,
     WireError,
 )
-from dgr.model.route import Route, StageRef
+from dgr.model.route import Route
 from dgr.runtime.answers import Answer, refused_request
 from dgr.runtime.client import ClientSession
-from dgr.runtime.events import Event, RouteChanged, RouteDown
-from dgr.runtime.identity import check_alike, check_neighbours, identity_of
+from dgr.runtime.events import Event, EventHub, RouteChanged, RouteDown
+from dgr.runtime.identity import identity_of
 from dgr.runtime.session import INBOX
 from dgr.runtime.states import RouteEvent, RouteState, route_machine
+from dgr.runtime.switchboard import Connector, StageLink, Switchboard
 from dgr.wire import frames
 from dgr.wire.frames import Key
 from dgr.wire.framing import Received
@@ -57,9 +56,7 @@ SessionAnswer: TypeAlias = (
 
 #: Seconds between two tries to bring a route back: at first, and at most.
 _FIRST_PAUSE = 0.05
-_LAST_PAUSE = 2.0
-#: Events kept for a subscriber that does not read; later ones are dropped.
-_EVENTS = 4096
+_LAST_PAUSE = 0.5
 
 
 class Vocabulary(Protocol):
@@ -71,12 +68,6 @@ class Vocabulary(Protocol):
     def encode(self, text: str, *, add_special: bool = False) -> list[int]: ...
 
     def piece(self, token: int) -> bytes: ...
-
-
-class Connector(Protocol):
-    """How a pipeline reaches a stage."""
-
-    def __call__(self, address: str) -> AbstractAsyncContextManager[tuple[Link, EngineDescription]]: ...
 
 
 @frozen
@@ -102,18 +93,6 @@ class PipelineStatistics:
     in_flight: int
 
 
-class _Stage:
-    """A stage of the present route: its link and what it said of itself."""
-
-    def __init__(self, ref: StageRef, link: Link, description: EngineDescription, scope: trio.CancelScope) -> None:
-        self.ref = ref
-        self.link = link
-        self.description = description
-        self.scope = scope
-        #: Why its control link ended; None while it lives.
-        self.lost: str | None = None
-
-
 class Pipeline:
     """Sessions over one route session. Made by :func:`open_pipeline_on` or :func:`dgr.open_pipeline`."""
 
@@ -132,24 +111,19 @@ class Pipeline:
         self.timeouts = timeouts
         self.route_id = secrets.token_bytes(16)
         self.epoch = 0
-        self._connect = connect
+        self._board = Switchboard(connect, on_answer=self._on_answer, on_loss=self._on_loss)
         self._chunk = chunk
         self._window = window
         self._machine = route_machine()
         self._live = trio.Event()
         self._changing = trio.Lock()
-        self._stages: dict[str, _Stage] = {}
         self._route: Route | None = None
         self._sessions: dict[int, ClientSession] = {}
         self._next_session = 1
-        self._answers: dict[tuple[str, int, int], Answer] = {}
-        self._nursery: trio.Nursery | None = None
         self._down = trio.Event()
-        #: What all stages share; set by the first epoch, and later routes must keep to it.
-        self._reference: frames.Identity | None = None
         #: Why the last try to bring a route back failed.
         self.last_recovery_error: str | None = None
-        self._subscribers: list[trio.MemorySendChannel[Event]] = []
+        self._hub = EventHub()
 
     # --- what people read ---
 
@@ -165,7 +139,7 @@ class Pipeline:
     @property
     def descriptions(self) -> tuple[EngineDescription, ...]:
         """What the stages said of themselves, head first."""
-        return tuple(self._stages[ref.address].description for ref in self.route.stages)
+        return tuple(self._board.stages[ref.address].description for ref in self.route.stages)
 
     @property
     def context(self) -> ContextParams:
@@ -196,19 +170,11 @@ class Pipeline:
 
     def events(self) -> trio.MemoryReceiveChannel[Event]:
         """Subscribe to everything that happens from now on; iterate over the channel."""
-        send, receive = trio.open_memory_channel[Event](_EVENTS)
-        self._subscribers.append(send)
-        return receive
+        return self._hub.subscribe()
 
     def emit(self, event: Event) -> None:
-        """Tell the subscribers; one that does not read loses events, never holds the pipeline."""
-        for subscriber in list(self._subscribers):
-            try:
-                subscriber.send_nowait(event)
-            except trio.WouldBlock:
-                continue
-            except trio.BrokenResourceError:
-                self._subscribers.remove(subscriber)
+        """Tell the subscribers."""
+        self._hub.emit(event)
 
     # --- sessions ---
 
@@ -241,7 +207,7 @@ class Pipeline:
                 return
             self._refuse_if_closed()
             began = trio.current_time()
-            stages = await self._reach(route)
+            stages = await self._board.reach(route)
             self._refuse_if_closed()
             if self.state is not RouteState.FENCING:
                 self._machine.fire(RouteEvent.CHANGE)
@@ -250,9 +216,9 @@ class Pipeline:
             for session in self._sessions.values():
                 session.lose("route change")
             # Answers to the old epoch are heard no more: whoever waits for one must not wait in vain.
-            self._fail_waits(SessionLost("route change"))
-            left = [stage for address, stage in self._stages.items() if stages.get(address) is not stage]
-            self._stages, self._route = stages, route
+            self._board.fail_waits(SessionLost("route change"))
+            left = [stage for address, stage in self._board.stages.items() if stages.get(address) is not stage]
+            self._board.stages, self._route = stages, route
             try:
                 fenced = await self._fence(route)
             except BaseException:  # a caller who gave up leaves a route that was fenced in part: fence it anew
@@ -277,49 +243,41 @@ class Pipeline:
                 )
             )
 
-    async def _reach(self, route: Route) -> dict[str, _Stage]:
-        """Connect to the stages that are not connected yet, and check that all of them fit together."""
-        assert self._nursery is not None
-        stages: dict[str, _Stage] = {}
-        try:
-            for ref in route.stages:
-                known = self._stages.get(ref.address)
-                if known is None or known.lost is not None:
-                    known = await self._nursery.start(self._run_stage, ref)
-                stages[ref.address] = known
-            _check_fit(route, [stages[ref.address].description for ref in route.stages], self._reference)
-        except BaseException:
-            for address, stage in stages.items():
-                if self._stages.get(address) is not stage:
-                    stage.scope.cancel()
-            raise
-        return stages
-
     async def _fence(self, route: Route) -> list[frames.Fenced]:
         answers = []
         for index, ref in enumerate(route.stages):
-            answer = self.expect(ref.address, 0, self.epoch)
+            answer = self._board.expect(ref.address, 0, self.epoch)
             fence = frames.Fence(
                 self.route_id, self.epoch, ref.address, route.predecessor(index), route.successor(index)
             )
-            self._say(ref.address, fence, answer)
+            self._board.say(ref.address, fence, answer)
             answers.append((ref, answer))
         fenced: list[frames.Fenced] = []
-        deadline = trio.current_time() + self.timeouts.route
-        for ref, answer in answers:
-            received = await answer.wait(
-                max(0.0, deadline - trio.current_time()), f"Fence({self.epoch}) from {ref.address}"
-            )
-            match received.frame:
-                case frames.Fenced():
-                    fenced.append(received.frame)
-                case other:
-                    raise refused_request(ref.address, other)
+        failures: list[DgrError] = []
+
+        async def hear(address: str, answer: Answer) -> None:
+            try:
+                frame = (await answer.wait(self.timeouts.route, f"Fence({self.epoch}) from {address}")).frame
+            except DgrError as error:
+                failures.append(error)
+            else:
+                if isinstance(frame, frames.Fenced):
+                    fenced.append(frame)
+                    return
+                failures.append(refused_request(address, frame))
+            nursery.cancel_scope.cancel()
+
+        # All at once: stages wait for the ones behind them, and only the one that fails knows why.
+        async with open_nursery() as nursery:
+            for ref, answer in answers:
+                nursery.start_soon(hear, ref.address, answer)
+        if failures:
+            raise failures[0]
         for ref in route.stages:
-            if (lost := self._stages[ref.address].lost) is not None:  # it fenced, and died before the others had
+            if (lost := self._board.stages[ref.address].lost) is not None:  # it fenced, and died before the others had
                 raise LinkBroken(lost)
-        if self._reference is None:
-            self._reference = identity_of(self._stages[route.stages[0].address].description)
+        if self._board.reference is None:
+            self._board.reference = identity_of(self._board.stages[route.stages[0].address].description)
         return fenced
 
     async def wait_live(self) -> None:
@@ -343,38 +301,13 @@ class Pipeline:
         if self._live.is_set():
             self._live = trio.Event()
 
-    def _fail_waits(self, error: DgrError, *, of: str | None = None) -> None:
-        """Every wait for an answer, or for one of a stage, ends with an error."""
-        for wait, answer in list(self._answers.items()):
-            if of is None or wait[0] == of:
-                del self._answers[wait]
-                answer.set(error)
-
     # --- links ---
-
-    async def _run_stage(
-        self, ref: StageRef, *, task_status: trio.TaskStatus[_Stage] = trio.TASK_STATUS_IGNORED
-    ) -> None:
-        """Hold the control link to a stage and read it."""
-        with trio.CancelScope() as scope:
-            async with self._connect(ref.address) as (link, description):
-                stage = _Stage(ref, link, description, scope)
-                task_status.started(stage)
-                why = "closed by the stage"
-                try:
-                    async for received in link:
-                        self._on_answer(ref.address, received)
-                except WireError as error:
-                    why = str(error)
-                stage.lost = f"stage {ref.address}: {why}"
-                if self._stages.get(ref.address) is stage:
-                    self._on_loss(stage, stage.lost)
 
     def _on_answer(self, address: str, received: Received) -> None:
         frame = received.frame
         match frame:
             case frames.Fenced():
-                self._settle((address, 0, frame.epoch), received)
+                self._board.settle((address, 0, frame.epoch), received)
             case (
                 frames.Opened()
                 | frames.Closed()
@@ -401,33 +334,14 @@ class Pipeline:
             and self.state is RouteState.LIVE
         ):
             self._go_down(f"stage {address}: {frame.message}")
-        elif self._settle((address, key.session, frame.seq if key.session else key.epoch), received):
+        elif self._board.settle((address, key.session, frame.seq if key.session else key.epoch), received):
             return
         elif (session := self._sessions.get(key.session)) is not None:
             session.on_answer(frame.seq, received)
 
-    def _settle(self, wait: tuple[str, int, int], received: Received) -> bool:
-        answer = self._answers.pop(wait, None)
-        if answer is not None:
-            answer.set(received)
-        return answer is not None
-
-    def _say(
-        self, address: str, frame: frames.Fence | frames.Open | frames.Close | frames.Probe, answer: Answer
-    ) -> None:
-        """Send a request to a stage; one that cannot be sent is answered at once, and other stages are asked all the same."""
-        stage = self._stages[address]
-        if stage.lost is not None:
-            answer.set(LinkBroken(stage.lost))
-            return
-        try:
-            stage.link.send_nowait(frame)
-        except WireError as error:
-            answer.set(error)
-
-    def _on_loss(self, stage: _Stage, why: str) -> None:
+    def _on_loss(self, stage: StageLink, why: str) -> None:
         """A control link ended: waits for that stage fail, and the route is down."""
-        self._fail_waits(LinkBroken(why), of=stage.ref.address)
+        self._board.fail_waits(LinkBroken(why), of=stage.ref.address)
         if self.state is RouteState.LIVE:
             self._go_down(why)
 
@@ -456,39 +370,36 @@ class Pipeline:
 
     # --- what sessions use ---
 
-    def expect(self, address: str, session: int, seq: int) -> Answer:
-        """Announce a wait for a stage's answer to a request (session 0 and the epoch: a fence)."""
-        answer = Answer()
-        self._answers[address, session, seq] = answer
-        return answer
-
     def key(self, session: int) -> Key:
         return Key(self.route_id, self.epoch, session)
 
     @property
     def head(self) -> Link:
-        return self._stages[self.route.stages[0].address].link
+        return self._board.stages[self.route.stages[0].address].link
 
     async def ask_all(self, frame: frames.Open | frames.Close | frames.Probe) -> list[tuple[str, frames.Frame]]:
         """Send one request to every stage and collect (address, answer), head first."""
         self._refuse_if_closed()
         what = f"{type(frame).__name__} of session {frame.key.session}"
-        waits = [(ref.address, self.expect(ref.address, frame.key.session, frame.seq)) for ref in self.route.stages]
+        waits = [
+            (ref.address, self._board.expect(ref.address, frame.key.session, frame.seq)) for ref in self.route.stages
+        ]
         try:
             for address, answer in waits:
-                self._say(address, frame, answer)
+                self._board.say(address, frame, answer)
             received = [
                 (address, await answer.wait(self.timeouts.control, f"{what} from stage {address}"))
                 for address, answer in waits
             ]
         finally:
             for address, _ in waits:
-                self._answers.pop((address, frame.key.session, frame.seq), None)
+                self._board.forget(address, frame.key.session, frame.seq)
         return [(address, answer.frame) for address, answer in received]
 
     async def run(self, route: Route, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Hold the control links until cancelled."""
-        async with open_nursery() as self._nursery:
+        async with open_nursery() as nursery:
+            self._board.nursery = nursery
             await self.change_route(route)
             task_status.started()
             await self._recover()
@@ -500,23 +411,9 @@ class Pipeline:
         self._machine.fire(RouteEvent.CLOSE)
         for session in self._sessions.values():
             session.lose("the pipeline was closed")
-        self._fail_waits(ClosedError("the pipeline was closed"))
+        self._board.fail_waits(ClosedError("the pipeline was closed"))
         self._live.set()
-        for subscriber in self._subscribers:
-            subscriber.close()
-        self._subscribers = []
-
-
-def _check_fit(route: Route, descriptions: Sequence[EngineDescription], reference: frames.Identity | None) -> None:
-    """Refuse stages that do not belong together, or not to the route's first epoch, naming both values."""
-    route.check(descriptions[0].n_layers)
-    identities = [identity_of(description) for description in descriptions]
-    for ref, description, identity in zip(route.stages, descriptions, identities, strict=True):
-        if description.layers != ref.layers:
-            raise InvalidRoute(f"stage {ref.address} owns layers {description.layers}; the route says {ref.layers}")
-        check_alike(f"stage {ref.address}", identity, reference or identities[0])
-    for before, after in itertools.pairwise(identities):
-        check_neighbours(before, after)
+        self._hub.close()
 
 
 @asynccontextmanager

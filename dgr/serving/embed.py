@@ -23,7 +23,8 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from dgr.engine.base import SamplingParams
 from dgr.model.route import LayerRange, Route
-from dgr.runtime.client import ClientSession, GeneratedToken, Generation
+from dgr.runtime.client import ClientSession
+from dgr.runtime.generation import GeneratedToken, Generation
 from dgr.runtime.local import open_pipeline as open_trio_pipeline
 from dgr.runtime.pipeline import Pipeline, PipelineStatistics
 
@@ -192,7 +193,7 @@ class EmbeddedPipeline:
 
 @asynccontextmanager
 async def open_pipeline(
-    model: str | Path, split: str | Sequence[LayerRange] | None = None, **options: Any
+    model: str | Path | Sequence[str | Path], split: str | Sequence[LayerRange] | None = None, **options: Any
 ) -> AsyncIterator[EmbeddedPipeline]:
     """Run a model as a pipeline in this process, for an asyncio program.
 

@@ -15,10 +15,10 @@ import trio
 import trustme
 from attrs import evolve
 
+from dgr import GeneratedToken, Generation
 from dgr.engine.base import ContextParams, LogitsWanted, SamplingParams, Work
 from dgr.errors import DgrError, LinkBroken
 from dgr.model.route import LayerRange, Route, StageRef
-from dgr.runtime.client import GeneratedToken, Generation
 from dgr.runtime.events import Event
 from dgr.runtime.identity import identity_of
 from dgr.runtime.pipeline import Pipeline, Timeouts, open_pipeline_on

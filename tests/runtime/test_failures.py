@@ -210,10 +210,13 @@ async def test_a_refusal_behind_the_head_loses_the_session_everywhere(
 
 
 async def test_a_good_companion_of_a_refused_item_is_run(autojump_clock: trio.abc.Clock) -> None:
-    async with open_stages(WHOLE) as stages:
+    context = evolve(CONTEXT, n_seq_max=4)
+    async with open_stages(WHOLE, context=context) as stages:
         stages.cluster.stop(WHOLE)
         await rest()
-        await stages.start(WHOLE, _Picky(None, CONTEXT))
+        engine = await stages.start(WHOLE, _Picky(None, context))
+        batches: list[int] = []
+        engine.watch = lambda batch: batches.append(len(batch))
         async with stages.pipeline(WHOLE) as pipeline, trio.open_nursery() as nursery:
             outcomes: dict[int, object] = {}
 
@@ -225,11 +228,19 @@ async def test_a_good_companion_of_a_refused_item_is_run(autojump_clock: trio.ab
                         outcomes[first] = str(error)
 
             async with held(stages.shard(WHOLE)):
+                nursery.start_soon(ask, 11)  # goes ahead alone: the others gather behind it
+                await rest()
                 for first in (12, 13, 14):
                     nursery.start_soon(ask, first)
                 await rest()
             await rest()
-            assert outcomes == {12: reference([12], 3), 13: "thirteen is not run here", 14: reference([14], 3)}
+            assert outcomes == {
+                11: reference([11], 3),
+                12: reference([12], 3),
+                13: "thirteen is not run here",
+                14: reference([14], 3),
+            }
+            assert max(batches) <= 2, "the batch with a refused item was run one by one"
 
 
 async def test_a_sampler_that_refuses_too_late_loses_the_session_and_says_why(autojump_clock: trio.abc.Clock) -> None:
@@ -447,6 +458,29 @@ async def test_a_change_of_route_that_is_cancelled_is_made_good(autojump_clock: 
             assert await take(session.generate([1], max_tokens=2)) == reference([*PROMPT, 1], 2)
             assert trio.current_time() - began < 1
             assert pipeline.state is RouteState.LIVE
+
+
+@pytest.mark.parametrize("steps", range(0, 40, 2))
+async def test_closing_the_pipeline_in_the_middle_of_a_change(autojump_clock: trio.abc.Clock, steps: int) -> None:
+    async with open_stages(TWO, THREE) as stages, trio.open_nursery() as nursery:
+        outcome: list[object] = []
+        began = trio.current_time()
+
+        async def change(pipeline: Pipeline) -> None:
+            try:
+                await pipeline.change_route(stages.route(THREE))
+            except (ClosedError, LinkBroken) as error:
+                outcome.append(error)
+            else:
+                outcome.append(None)
+
+        async with stages.pipeline(TWO) as pipeline:
+            nursery.start_soon(change, pipeline)
+            for _ in range(steps):
+                await trio.lowlevel.checkpoint()
+        await rest()
+        assert len(outcome) == 1
+        assert trio.current_time() == began
 
 
 @pytest.mark.parametrize("n_seq_max", [1, 70])

@@ -35,7 +35,8 @@ from dgr.errors import (
     SessionError,
 )
 from dgr.model.prefix import EMPTY_DIGEST
-from dgr.runtime.client import ClientSession, Generation
+from dgr.runtime.client import ClientSession
+from dgr.runtime.generation import Generation
 from dgr.runtime.pipeline import Pipeline
 from dgr.runtime.session import SessionActor
 from dgr.runtime.states import ClientState, EpochState, RouteState

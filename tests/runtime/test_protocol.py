@@ -5,17 +5,21 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
+import msgspec
 import pytest
 import trio
 from attrs import evolve
-from harness import CONTEXT, WHOLE, Stages, held, open_stages, reference, rest
+from harness import CONTEXT, TWO, WHOLE, Stages, held, open_stages, reference, rest, take
 
+from dgr.engine.base import Output, SamplingParams, Work
+from dgr.errors import InputError
 from dgr.model.prefix import PrefixDigest
 from dgr.runtime.local import ShardPolicy
-from dgr.testing.fake import Fault, FaultKind
-from dgr.wire import frames
+from dgr.runtime.shard import limits_of
+from dgr.testing.fake import FakeEngine, Fault, FaultKind
+from dgr.wire import frames, memory_transports
 from dgr.wire.frames import Expectation, Key, Miss, Refusal
-from dgr.wire.links import Link
+from dgr.wire.links import Link, open_link
 
 ROUTE, STRANGER = b"r" * 16, b"s" * 16
 GREEDY = frames.Sampling(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, -1, 0, 0, 0)
@@ -224,7 +228,10 @@ async def test_open_twice_is_refused_and_close_first_helps(autojump_clock: trio.
         assert stages.shard(WHOLE).statistics().sessions == 1
 
 
-async def test_requests_take_effect_in_the_order_in_which_they_came(autojump_clock: trio.abc.Clock) -> None:
+@pytest.mark.parametrize("schedule", range(4))
+async def test_requests_take_effect_in_the_order_in_which_they_came(
+    autojump_clock: trio.abc.Clock, schedule: int
+) -> None:
     """Open, Close, Open, Close, ... back to back: tasks start in any order, effects may not."""
     async with open_stages(WHOLE) as stages, by_hand(stages) as hand:
         await hand.say(hand.fence(1))
@@ -237,10 +244,16 @@ async def test_requests_take_effect_in_the_order_in_which_they_came(autojump_clo
             assert answers[-1].epoch == epoch
             assert stages.shard(WHOLE).statistics().sessions == 0, epoch
         answers = await hand.say(hand.open(1, 50, epoch=19), hand.work(1, 51, [1, 2], epoch=19))
-        assert type(answers[-1]) in (frames.Token, frames.CacheMiss)
+        assert {type(answer) for answer in answers} in (
+            {frames.Opened, frames.Token},
+            {frames.Opened, frames.CacheMiss},
+        )
 
 
-async def test_an_open_that_waits_is_taken_back_by_close_and_by_fence(autojump_clock: trio.abc.Clock) -> None:
+@pytest.mark.parametrize("schedule", range(8))
+async def test_an_open_that_waits_is_taken_back_by_close_and_by_fence(
+    autojump_clock: trio.abc.Clock, schedule: int
+) -> None:
     context = evolve(CONTEXT, n_seq_max=1)
     async with open_stages(WHOLE, context=context) as stages, by_hand(stages) as hand:
         await hand.begin()
@@ -354,6 +367,29 @@ async def test_input_that_breaks_a_limit_is_refused_and_changes_nothing(
         assert await hand.say(hand.work(1, 3, [1, 2])) == [frames.Token(hand.key(1), 3, 2, token)]
 
 
+class _NoThirteen(FakeEngine):
+    def run(self, batch: Sequence[Work]) -> list[Output]:
+        if any(13 in work.tokens for work in batch):
+            raise InputError("thirteen is not run here")
+        return super().run(batch)
+
+
+async def test_a_step_that_the_engine_refuses_changes_nothing(autojump_clock: trio.abc.Clock) -> None:
+    """Not even the history that draws depend on."""
+    drawn = frames.Sampling(1.0, 0, 1.0, 0.0, 1.0, 0.0, 0.5, -1, 3, 0, 0)
+    async with open_stages(WHOLE) as stages:
+        stages.cluster.stop(WHOLE)
+        await rest()
+        await stages.start(WHOLE, _NoThirteen(None, CONTEXT))
+        async with by_hand(stages) as hand:
+            await hand.begin()
+            (refused,) = await hand.say(hand.work(1, 2, [13, 14]))
+            assert (refused.code, refused.message) == (Refusal.INPUT, "thirteen is not run here")
+            (token,) = await hand.say(hand.work(1, 3, [1, 2, 3], sampling=drawn))
+            params = SamplingParams(temperature=1.0, presence_penalty=0.5, seed=3)
+            assert [token.token] == reference([1, 2, 3], 1, params)
+
+
 async def test_the_context_ends_at_n_ctx(autojump_clock: trio.abc.Clock) -> None:
     context = evolve(CONTEXT, n_ctx=16, n_batch=16)
     async with open_stages(WHOLE, context=context) as stages, by_hand(stages) as hand:
@@ -461,6 +497,44 @@ async def test_a_frame_that_does_not_belong_closes_the_link_and_only_that(
         assert stages.shard(WHOLE).statistics().sessions == 1
         (token,) = await good.say(good.work(1, 2, [1, 2]))
         assert token.position == 2
+
+
+async def test_boundaries_are_taken_from_the_stage_before_and_from_no_one_else(
+    autojump_clock: trio.abc.Clock,
+) -> None:
+    """A wrong one is that route's own trouble: the link stays, because other routes share it."""
+    near, far = memory_transports()
+    async with open_stages(TWO) as stages, trio.open_nursery() as nursery:
+        tail = stages.shard("2:6")
+        limits = limits_of(tail.description)
+        async with (
+            stages.pipeline(TWO) as pipeline,
+            pipeline.session() as session,
+            open_link(far, limits) as arriving,
+            open_link(near, limits, credit=limits.under_way) as stranger,
+        ):
+            nursery.start_soon(tail.serve_boundary, arriving, "a stranger")
+            nursery.start_soon(Hand(stranger, ROUTE).read)  # takes the credits
+            await session.prefill([1, 2])
+            payload = bytes(4 * 3)
+            for epoch in (0, 1, 2):
+                key = Key(pipeline.route_id, epoch, session.id)
+                expect = Expectation(2, PrefixDigest([1, 2]).digest())
+                boundary = frames.Boundary(key, 99, expect, (3,), 1, GREEDY, len(payload))
+                await stranger.send(boundary, payload)
+            await stranger.send(evolve_key(boundary, STRANGER), payload)
+            await rest()
+            assert stages.engines["2:6"].position(0) == 2
+            assert tail.statistics().strays == 1
+            stranger.send_nowait(frames.Ping(0))  # the link lives
+            assert await take(session.generate([3], max_tokens=2)) == reference([1, 2, 3], 2)
+            assert session.committed == 4
+            assert stranger._credit == limits.under_way, "every payload's credit came back"
+        nursery.cancel_scope.cancel()
+
+
+def evolve_key(frame: frames.Boundary, route: bytes) -> frames.Boundary:
+    return msgspec.structs.replace(frame, key=Key(route, 1, 1))
 
 
 async def test_a_flood_of_requests_closes_the_link(autojump_clock: trio.abc.Clock) -> None:

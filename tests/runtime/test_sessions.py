@@ -7,7 +7,7 @@ import re
 import pytest
 import trio
 from attrs import evolve
-from harness import CONTEXT, THREE, TWO, WHOLE, held, kinds, open_stages, reference, rest, seen, take
+from harness import CONTEXT, THREE, TIMEOUTS, TWO, WHOLE, held, kinds, open_stages, reference, rest, seen, take
 
 from dgr.engine.base import SamplingParams
 from dgr.engine.budget import human_bytes
@@ -91,11 +91,17 @@ async def test_a_token_whose_caller_gave_up_is_not_lost(autojump_clock: trio.abc
 
 
 async def test_a_token_drawn_for_another_wish_is_not_used(autojump_clock: trio.abc.Clock) -> None:
+    first, other = SamplingParams(temperature=1.0), SamplingParams(temperature=1.0, seed=9)
     async with open_stages(TWO) as stages, stages.pipeline(TWO) as pipeline, pipeline.session() as session:
+        generation = session.generate(PROMPT, sampling=first)
+        said = await take(generation, 2)
         async with held(stages.shard("2:6")):
-            await give_up(session.generate(PROMPT, sampling=SamplingParams(temperature=1.0)).__anext__)
-        other = SamplingParams(temperature=1.0, seed=9)
-        assert await take(session.generate(sampling=other), 3) == reference(PROMPT, 3, other)
+            await give_up(generation.__anext__)
+        await rest()
+        assert session.committed == len(session.transcript)
+        prompt = [*PROMPT, *said]
+        assert reference(prompt, 3, other) != reference(prompt, 3, first)
+        assert await take(session.generate(sampling=other), 3) == reference(prompt, 3, other)
 
 
 async def test_next_turn_after_a_cancelled_decode_prefills_only_what_is_new(autojump_clock: trio.abc.Clock) -> None:
@@ -172,10 +178,13 @@ async def test_a_callers_error_in_rows_leaves_the_session_usable(autojump_clock:
         raise Mine
 
     async with open_stages(TWO) as stages, stages.pipeline(TWO) as pipeline, pipeline.session() as session:
+        events = pipeline.events()
         for tokens in (PROMPT, PROMPT[:1]):
             with pytest.raises(Mine):
                 await session.logits(tokens, refuse)
+            assert session.state in (ClientState.DRAINING, ClientState.READY)
         assert await take(session.generate([4], max_tokens=2)) == reference([*PROMPT, *PROMPT[:1], 4], 2)
+        assert not [event for event in seen(events) if isinstance(event, StateLost)]
 
 
 # --- close releases ---
@@ -207,6 +216,29 @@ async def test_close_in_the_middle_of_work(autojump_clock: trio.abc.Clock) -> No
             assert stages.shard(where).statistics().sessions == 0
         async with pipeline.session() as session:
             assert await take(session.generate(PROMPT, max_tokens=2)) == reference(PROMPT, 2)
+
+
+async def test_a_step_that_waits_behind_another_dies_with_its_session(autojump_clock: trio.abc.Clock) -> None:
+    """Its slot is cleared, and the step must not run into it afterwards."""
+    async with (
+        open_stages(WHOLE) as stages,
+        stages.pipeline(WHOLE) as pipeline,
+        pipeline.session() as one,
+        trio.open_nursery() as outer,
+    ):
+        async with held(stages.shard(WHOLE)):
+            outer.start_soon(one.prefill, PROMPT[:3])
+            await rest()
+            async with pipeline.session() as two, trio.open_nursery() as nursery:
+                nursery.start_soon(two.prefill, PROMPT[:4])
+                await rest()
+                nursery.cancel_scope.cancel()
+                pipeline.timeouts = evolve(TIMEOUTS, control=0.0)  # its Close is answered after the hold
+            await rest()
+        await rest()
+        stages.assert_consistent()
+        assert one.committed == 3
+        assert stages.engines[WHOLE].tokens_run == 3
 
 
 async def test_close_while_it_is_being_opened(autojump_clock: trio.abc.Clock) -> None:
