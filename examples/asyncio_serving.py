@@ -1,6 +1,6 @@
 """dgr inside an asyncio program: two clients at once, one of which gives up and takes another turn.
 
-    python examples/asyncio_serving.py build/demo.gguf
+python examples/asyncio_serving.py build/demo.gguf
 """
 
 import asyncio

@@ -1,6 +1,6 @@
 """Two turns of a conversation through three stages in this process.
 
-    python examples/trio_chat.py build/demo.gguf
+python examples/trio_chat.py build/demo.gguf
 """
 
 import sys

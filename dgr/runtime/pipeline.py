@@ -271,6 +271,7 @@ class Pipeline:
         async with open_nursery() as nursery:
             for ref, answer in answers:
                 nursery.start_soon(hear, ref.address, answer)
+        await trio.lowlevel.checkpoint_if_cancelled()  # then links end because we leave, and not the other way round
         if failures:
             raise failures[0]
         for ref in route.stages:

@@ -91,6 +91,12 @@ class Switchboard:
                         self._on_answer(ref.address, received)
                 except WireError as error:
                     why = str(error)
+                except trio.Cancelled:
+                    # Our own end: nobody reads this link any more, so nobody may wait for an answer on it.
+                    stage.lost = f"stage {ref.address}: its link was closed on this side"
+                    if self.stages.get(ref.address) is stage:
+                        self.fail_waits(LinkBroken(stage.lost), of=ref.address)
+                    raise
                 stage.lost = f"stage {ref.address}: {why}"
                 if self.stages.get(ref.address) is stage:
                     self._on_loss(stage, stage.lost)

@@ -64,7 +64,7 @@ async def test_text_and_logits_of_three_stages(tiny, prompt):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("weights", "split", "chunk"),
-    [("f32", SPLIT, 64), ("mixed", "0:2,2:3,3:42,42:43", 512), ("q4_k", "0:1,1:43", 100)],
+    [("f32", SPLIT, 64), ("mixed", "0:2,2:3,3:42,42:43", 512)],
 )
 async def test_700_tokens_and_64_decode_steps(model, prompt, weights, split, chunk):
     tokens, rows = await trio.to_thread.run_sync(by_hand, model(weights), prompt(700), 64)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+
 import pytest
 import trio
 from attrs import evolve
@@ -28,7 +31,8 @@ from remote_stages import (
     until,
 )
 
-from dgr.errors import DeadlineExceeded, LinkBroken
+from dgr.engine.base import EngineDescription
+from dgr.errors import DeadlineExceeded, LinkBroken, PeerRefused
 from dgr.model.prefix import PrefixDigest
 from dgr.model.route import Route, StageRef
 from dgr.runtime.events import RePrefilled, RouteChanged, RouteDown
@@ -37,6 +41,7 @@ from dgr.runtime.remote import LinkPolicy
 from dgr.runtime.states import EpochState
 from dgr.wire import frames
 from dgr.wire.frames import Fence, Ping, Welcome
+from dgr.wire.links import Link
 
 #: Seconds; three of them are still far below what a healthy exchange may take on a busy machine.
 BEAT = 0.3
@@ -189,6 +194,26 @@ async def test_a_stage_that_does_not_come_back_is_a_typed_error_within_the_deadl
             await hosts.start("1:4", address=stages[1].address)
             assert answer + await take(generation) == reference()
         await hosts.assert_empty()
+
+
+async def test_a_fence_fails_with_the_stage_that_fails_and_not_with_the_one_that_waits_for_it() -> None:
+    """The head waits for the middle for as long as half a minute; the middle knows at once that it has no next stage."""
+    async with open_hosts() as hosts:
+        head, middle, tail = await hosts.start_all(THREE)
+        gone = await hosts.start("4:6")
+        await gone.kill()
+        route = hosts.route([head, middle, tail])
+        route = Route((*route.stages[:2], StageRef(gone.address, tail.layers)))
+
+        def connect(address: str) -> AbstractAsyncContextManager[tuple[Link, EngineDescription]]:
+            return hosts.connector()(tail.address if address == gone.address else address)
+
+        began = trio.current_time()
+        with pytest.raises(PeerRefused, match=f"stage {middle.address}: cannot reach the next stage {gone.address}"):
+            async with open_pipeline_on(connect, route):
+                pass
+        assert trio.current_time() - began < 5.0
+        await hosts.assert_serving([head, middle, tail])
 
 
 async def test_a_route_change_moves_the_work_and_frees_what_was_left(policy: LinkPolicy) -> None:
@@ -389,18 +414,23 @@ async def test_an_end_is_noticed_at_once_whatever_the_heartbeat() -> None:
 
 async def test_sides_of_different_heartbeats_get_on(authority: Authority) -> None:
     """Who is patient lives beside who is not: whoever doubts asks."""
+    links: list[Link] = []
+
+    @asynccontextmanager
+    async def connect(address: str) -> AsyncIterator[tuple[Link, EngineDescription]]:
+        async with hasty(address) as (link, description):
+            links.append(link)
+            yield link, description
+
     async with open_hosts(authority.policy("127.0.0.1", heartbeat=3600.0)) as hosts:
-        stages = await hosts.start_all(TWO)
         hasty = hosts.connector(policy=evolve(hosts.policy, heartbeat=0.1))
-        async with hosts.pipeline(stages, connect=hasty) as pipeline:
+        async with hosts.pipeline(await hosts.start_all(TWO), connect=connect) as pipeline:
             events = pipeline.events()
-            links = [stage.link for stage in pipeline._stages.values()]
             before = [link.statistics().bytes_received for link in links]
             # Each answer to a question is 19 bytes: twelve heartbeats are four times what silence may last.
+            goal = [count + 12 * 19 for count in before]
             await until(
-                lambda: all(
-                    link.statistics().bytes_received > seen + 12 * 19 for link, seen in zip(links, before, strict=True)
-                )
+                lambda: all(link.statistics().bytes_received >= count for link, count in zip(links, goal, strict=True))
             )
             assert seen(events) == []
             assert await answer_of(pipeline) == reference()

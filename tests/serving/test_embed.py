@@ -72,7 +72,10 @@ def test_a_cancelled_turn_keeps_the_session_for_the_next(small: Path) -> None:
     """The next turn may start at once: a cancelled await returns only when the other side has unwound."""
 
     async def main() -> tuple[list[int], list[int]]:
-        async with embed.open_pipeline(small, SPLIT, context=CONTEXT, chunk=64) as pipeline, pipeline.session() as session:
+        async with (
+            embed.open_pipeline(small, SPLIT, context=CONTEXT, chunk=64) as pipeline,
+            pipeline.session() as session,
+        ):
             generation = await session.generate(PROMPT * 10, max_tokens=8, stop=())
             turn = asyncio.ensure_future(anext(generation))
             while (await pipeline.statistics()).in_flight == 0 and not turn.done():

@@ -1,0 +1,257 @@
+"""Commands over a route of stages in processes of their own: `dgr generate --route` and `dgr doctor`, and what they say
+when something is wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from attrs import evolve, frozen
+from conftest import Result, Stage
+
+from dgr.model.artifact import Artifact
+from dgr.model.route import LayerRange, StageRef
+
+PROMPT = ("--prompt", "The quick brown fox", "-n", "8")
+CONTEXT = {"n_ctx": 256, "n_batch": 32, "n_ubatch": 32, "n_seq_max": 4}
+
+
+@frozen
+class Cluster:
+    """Two stages that fit together, and some that do not fit in."""
+
+    model: Path
+    head: Stage
+    tail: Stage
+    #: A tail with another context, and one of another model.
+    other_context: Stage
+    other_model: Stage
+
+    @property
+    def refs(self) -> list[StageRef]:
+        return [self.head.ref, self.tail.ref]
+
+
+@pytest.fixture(scope="module")
+def cluster(small: Path, model: Callable[..., Path], stages: Callable) -> Cluster:
+    other = model("f32", layers=7, seed=1)
+    return Cluster(small, *stages((small, "0:3"), (small, "3:7"), (small, "3:7", "--ctx", "512"), (other, "3:7")))
+
+
+def healthy(dgr: Callable[..., Result], path: Path) -> Result:
+    result = dgr("doctor", "--route", path, "--json")
+    assert result.code == 0, result.out
+    return result
+
+
+# --- generate ---
+
+
+def test_generate_over_a_route_says_what_one_machine_says(
+    dgr: Callable, cluster: Cluster, route_file: Callable
+) -> None:
+    path = route_file(cluster.refs, model=cluster.model, context=CONTEXT)
+    whole = dgr("generate", "--model", cluster.model, "--ctx", 256, "--batch", 32, "--ubatch", 32, *PROMPT, "--json")
+    result = dgr("generate", "--route", path, *PROMPT, "--json", "--verify")
+    assert result.code == 0
+    answer = result.json()
+    assert answer["tokens"] == whole.json()["tokens"]
+    assert answer["text"] == whole.json()["text"]
+    assert set(answer) == {
+        "prompt_tokens", "tokens", "text", "finish_reason", "stages", "seconds", "events", "verified",
+    }  # fmt: skip
+    assert answer["stages"] == [{"name": ref.address, "layers": str(ref.layers)} for ref in cluster.refs]
+    assert set(answer["seconds"]) == {"to_first_token", "decode"}
+    assert answer["finish_reason"] == "length"
+    assert [event["event"] for event in answer["events"]] == ["Prefilled"]
+    verified = answer["verified"]
+    assert verified["equal"] is True
+    assert verified["rows"] == len(answer["prompt_tokens"]) + 8
+
+
+def test_generate_prints_tokens_and_figures(dgr: Callable, cluster: Cluster, route_file: Callable) -> None:
+    path = route_file(cluster.refs, model=cluster.model)
+    result = dgr("generate", "--route", path, *PROMPT, "--chunk", 4)
+    assert result.code == 0
+    assert f"stage {cluster.head.address} layers 0:3" in result.out
+    assert "8 tokens" in result.out
+    assert "ended by length" in result.out
+
+
+def test_generate_takes_the_vocabulary_from_the_flag(dgr: Callable, cluster: Cluster, route_file: Callable) -> None:
+    path = route_file(cluster.refs)
+    result = dgr("generate", "--route", path, *PROMPT, "--json")
+    assert result.code == 2
+    assert "text needs a vocabulary: give --model GGUF, or `model` in the route file" in result.err
+    assert dgr("generate", "--route", path, "--model", cluster.model, *PROMPT, "--json").code == 0
+
+
+def test_generate_refuses_a_route_beside_a_split(dgr: Callable, cluster: Cluster, route_file: Callable) -> None:
+    path = route_file(cluster.refs, model=cluster.model)
+    result = dgr("generate", "--route", path, "--split", "0:7", *PROMPT)
+    assert result.code == 2
+    assert "give one of them" in result.err
+
+
+def test_generate_over_stages_that_are_not_there(dgr: Callable, cluster: Cluster, route_file: Callable) -> None:
+    gone = StageRef("127.0.0.1:1", LayerRange(3, 7))
+    result = dgr("generate", "--route", route_file([cluster.head.ref, gone], model=cluster.model), *PROMPT)
+    assert result.code == 1
+    assert "cannot connect to 127.0.0.1:1: " in result.err
+    assert len(result.err.splitlines()) == 1
+
+
+# --- doctor ---
+
+
+def test_doctor_finds_a_healthy_route_healthy(dgr: Callable, cluster: Cluster, route_file: Callable) -> None:
+    path = route_file(cluster.refs, context=CONTEXT, artifact=Artifact.open(cluster.model).identity)
+    report = healthy(dgr, path).json()
+    assert report["healthy"] is True
+    assert report["problems"] == []
+    assert report["fence_seconds"] > 0
+    for stage, ref in zip(report["stages"], cluster.refs, strict=True):
+        assert (stage["address"], stage["layers"]) == (ref.address, str(ref.layers))
+        assert 0 < stage["round_trip"] < 1
+        assert stage["bandwidth"] > 2**20
+        assert stage["identity"]["artifact"] == Artifact.open(cluster.model).identity
+        assert stage["identity"]["context"]["n_ctx"] == 256
+    shown = dgr("doctor", "--route", path)
+    assert shown.code == 0
+    assert "healthy: every stage fenced an epoch within" in shown.out
+    assert shown.out.count("round trip") == 2
+
+
+def test_doctor_takes_a_context_that_upstream_rounds(dgr: Callable, cluster: Cluster, route_file: Callable) -> None:
+    healthy(dgr, route_file(cluster.refs, context={"n_ctx": 200}))
+
+
+def problem(dgr: Callable[..., Result], path: Path, *flags: object) -> dict:
+    """The one problem of a route; what people read tells it too."""
+    result = dgr("doctor", "--route", path, "--json", *flags)
+    assert result.code == 1
+    report = result.json()
+    assert report["healthy"] is False
+    assert report["fence_seconds"] is None
+    (found,) = report["problems"]
+    shown = dgr("doctor", "--route", path, *flags)
+    assert shown.code == 1
+    assert f"{found['where']}: {found['what']}\n  next: {found['next_step']}" in shown.out
+    assert "healthy" not in shown.out
+    return found
+
+
+def test_doctor_on_a_stage_that_does_not_run(dgr: Callable, cluster: Cluster, route_file: Callable) -> None:
+    gone = StageRef("127.0.0.1:1", LayerRange(3, 7))
+    found = problem(dgr, route_file([cluster.head.ref, gone]))
+    assert found["where"] == "stage 127.0.0.1:1"
+    assert "cannot connect to 127.0.0.1:1" in found["what"]
+    assert "start the stage there (dgr stage)" in found["next_step"]
+
+
+def test_doctor_on_a_stage_with_another_context(dgr: Callable, cluster: Cluster, route_file: Callable) -> None:
+    refs = [cluster.head.ref, cluster.other_context.ref]
+    found = problem(dgr, route_file(refs))
+    assert found["where"] == f"stage {cluster.other_context.address}"
+    assert "context parameters" in found["what"]
+    assert "n_ctx=512" in found["what"]
+    assert "n_ctx=256" in found["what"]
+    assert found["next_step"] == "make the stages alike, or correct the route file"
+    found = problem(dgr, route_file(refs, context={"n_ctx": 256}))
+    assert f"stage {cluster.other_context.address} runs with n_ctx = 512; the route is for 256" in found["what"]
+
+
+def test_doctor_on_a_stage_of_another_model(dgr: Callable, cluster: Cluster, route_file: Callable) -> None:
+    refs = [cluster.head.ref, cluster.other_model.ref]
+    found = problem(dgr, route_file(refs))
+    assert "artifact identity" in found["what"]
+    identities = {cluster.head.line["artifact"], cluster.other_model.line["artifact"]}
+    assert len(identities) == 2
+    assert all(identity in found["what"] for identity in identities)
+    found = problem(dgr, route_file(refs, artifact=cluster.head.line["artifact"]))
+    assert found["where"] == f"stage {cluster.other_model.address}"
+
+
+def test_doctor_on_other_layers(dgr: Callable, cluster: Cluster, route_file: Callable) -> None:
+    refs = [cluster.head.ref, evolve(cluster.tail.ref, layers=LayerRange(3, 6))]
+    found = problem(dgr, route_file(refs))
+    assert found["what"] == "it owns layers 3:7; the route says 3:6"
+    assert "correct the route file" in found["next_step"]
+
+
+def test_doctor_on_a_route_that_is_not_the_whole_model(dgr: Callable, cluster: Cluster, route_file: Callable) -> None:
+    found = problem(dgr, route_file([cluster.head.ref]))
+    assert found["where"] == "the route as a whole"
+    assert "the split ends at layer 3, but the model has 7" in found["what"]
+
+
+def test_doctor_names_every_stage_that_is_wrong(dgr: Callable, cluster: Cluster, route_file: Callable) -> None:
+    refs = [StageRef(f"127.0.0.1:{port}", LayerRange(port, port + 1)) for port in (1, 2, 3)]
+    result = dgr("doctor", "--route", route_file(refs), "--json")
+    assert result.code == 1
+    assert [one["where"] for one in result.json()["problems"]] == [f"stage {ref.address}" for ref in refs]
+
+
+def test_doctor_beyond_loopback_without_certificates(dgr: Callable, route_file: Callable) -> None:
+    found = problem(dgr, route_file([StageRef("192.0.2.1:7701", LayerRange(0, 7))]))
+    assert "192.0.2.1 is not a loopback address and no TLS credentials were given" in found["what"]
+
+
+def test_doctor_speaking_plainly_to_a_tls_stage(dgr: Callable, stages: Callable, small, tmp_path, route_file) -> None:
+    assert dgr("keys", "127.0.0.1", "client", "--out", tmp_path / "keys").code == 0
+    files = [tmp_path / "keys" / name for name in ("ca.pem", "127.0.0.1.pem", "127.0.0.1.key")]
+    flags = [part for pair in zip(("--tls-ca", "--tls-cert", "--tls-key"), files, strict=True) for part in pair]
+    (stage,) = stages((small, "0:7", *flags))
+    assert problem(dgr, route_file([stage.ref]))["where"] == f"stage {stage.address}"
+    client = tuple(tmp_path / "keys" / name for name in ("ca.pem", "client.pem", "client.key"))
+    path = route_file([stage.ref], tls=client, model=small)
+    healthy(dgr, path)
+    answer = dgr("generate", "--route", path, *PROMPT, "--json")
+    assert answer.code == 0
+    assert len(answer.json()["tokens"]) == 8
+    # Another CA's certificates, on the command line, take the place of the route file's.
+    assert dgr("keys", "client", "--out", tmp_path / "others").code == 0
+    others = [tmp_path / "others" / name for name in ("ca.pem", "client.pem", "client.key")]
+    flags = [part for pair in zip(("--tls-ca", "--tls-cert", "--tls-key"), others, strict=True) for part in pair]
+    found = problem(dgr, path, *flags)
+    assert "certificate verify failed" in found["what"]
+    assert "check address, firewall and certificates" in found["next_step"]
+
+
+# --- flags ---
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--heartbeat", "0"), "--heartbeat is 0 seconds; give 0.05 to 3600"),
+        (("--heartbeat", "nan"), "--heartbeat is nan seconds; give 0.05 to 3600"),
+        (("--tls-ca", "ca.pem"), "--tls-ca, --tls-cert and --tls-key go together"),
+        (("--tls-cert", "a.pem", "--tls-key", "a.key"), "--tls-ca, --tls-cert and --tls-key go together"),
+        (("--tls-ca", "no", "--tls-cert", "no", "--tls-key", "no"), "cannot load TLS credentials no, no, no"),
+    ],
+)
+def test_link_flags_that_cannot_be(flags: tuple[str, ...], message: str, dgr: Callable, cluster, route_file) -> None:
+    path = route_file(cluster.refs, model=cluster.model)
+    result = dgr("generate", "--route", path, *PROMPT, *flags)
+    assert result.code == 2
+    assert message in result.err
+
+
+def test_a_route_file_that_is_wrong_is_bad_input_everywhere(dgr: Callable, tmp_path: Path) -> None:
+    path = tmp_path / "route.toml"
+    path.write_text("nodel = 'x'")
+    for command in (("doctor", "--route", path), ("generate", "--route", path, *PROMPT), ("up", path)):
+        result = dgr(*command)
+        assert result.code == 2
+        assert result.err == (
+            f"dgr: error: {path}: unknown key 'nodel'; known are artifact, model, context, tls, stage\n"
+        )
+
+
+def test_json_is_one_line(dgr: Callable, cluster: Cluster, route_file: Callable) -> None:
+    result = healthy(dgr, route_file(cluster.refs))
+    assert len(result.out.splitlines()) == 1
+    assert json.loads(result.out)["healthy"] is True
