@@ -9,6 +9,7 @@ import math
 import os
 import signal
 import sys
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from dgr.cli.options import add_context_arguments, add_link_arguments, context_o
 from dgr.cli.progress import progress_bar
 from dgr.engine.budget import check_budget, parse_budget
 from dgr.engine.llama import LlamaEngine, estimate_memory
+from dgr.errors import InputError
 from dgr.model.artifact import Artifact
 from dgr.model.route import LayerRange
 from dgr.model.units import human_bytes
@@ -62,6 +64,8 @@ def run(args: argparse.Namespace) -> int:
 
 async def _stage(args: argparse.Namespace) -> None:
     policy = link_policy_of(args)
+    if not args.ttl > 0:
+        raise InputError(f"--ttl is {args.ttl:g}; give the seconds after which an idle session is dropped")
     layers = LayerRange.parse(args.layers)
     context = context_of(args)
     # The port is taken before the weights are read: a wrong address shows at once.
@@ -74,8 +78,10 @@ async def _stage(args: argparse.Namespace) -> None:
             open_nursery() as nursery,
         ):
             await nursery.start(server.serve, shard, listeners, tls)
-            _announce(args, listeners, engine)
-            await _until_told(args, engine)
+            with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+                _announce(args, listeners, engine)  # from here on a signal is an orderly end
+                await _until_told(args, signals)
+            engine.abort()  # a step under way ends early
             nursery.cancel_scope.cancel()
     finally:
         engine.stop()
@@ -116,16 +122,14 @@ def _announce(args: argparse.Namespace, listeners: list[trio.SocketListener], en
         )
 
 
-async def _until_told(args: argparse.Namespace, engine: LlamaEngine) -> None:
+async def _until_told(args: argparse.Namespace, signals: AsyncIterator[int]) -> None:
     """Wait for a signal, or for the end of standard input."""
     async with open_nursery() as nursery:
         if args.until_stdin_closes:
             nursery.start_soon(_end_of_input, nursery.cancel_scope)
-        with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-            async for _ in signals:
-                break
+        async for _ in signals:
+            break
         nursery.cancel_scope.cancel()
-    engine.abort()  # a step under way ends early
 
 
 async def _end_of_input(scope: trio.CancelScope) -> None:

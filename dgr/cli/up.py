@@ -112,7 +112,9 @@ async def _up(args: argparse.Namespace) -> None:
     file.route.check(artifact.hp.n_layers)
     policy = link_policy_of(args, file.tls)
     stages = _local(file, args.only)
-    threads = args.threads or max(1, len(os.sched_getaffinity(0)) // len(stages))
+    threads = max(1, len(os.sched_getaffinity(0)) // len(stages)) if args.threads is None else args.threads
+    if threads < 1:
+        raise InputError(f"--threads is {threads}; a stage computes with one or more")
     refusals: list[str] = []
     async with open_nursery() as nursery:
 

@@ -33,10 +33,10 @@ class Result:
 
 
 @pytest.fixture
-def dgr(capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
-    """``dgr("keys", "host")``: run a command in this process."""
+def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
+    """``run("keys", "host")``: run a `dgr` command in this process."""
 
-    def run(*arguments: object) -> Result:
+    def command(*arguments: object) -> Result:
         capsys.readouterr()
         try:
             code = main([str(argument) for argument in arguments])
@@ -46,7 +46,7 @@ def dgr(capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
         assert "Traceback" not in captured.err
         return Result(code, captured.out, captured.err)
 
-    return run
+    return command
 
 
 @frozen

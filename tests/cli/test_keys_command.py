@@ -26,9 +26,9 @@ def names(path: Path) -> list[str]:
     return [str(name.value) for name in found]
 
 
-def test_it_writes_a_ca_and_a_pair_for_every_host(dgr: Callable, tmp_path: Path) -> None:
+def test_it_writes_a_ca_and_a_pair_for_every_host(run: Callable, tmp_path: Path) -> None:
     folder = tmp_path / "cluster" / "keys"
-    result = dgr("keys", "127.0.0.1", "stage-b.lan", "::1", "--out", folder, "--json")
+    result = run("keys", "127.0.0.1", "stage-b.lan", "::1", "--out", folder, "--json")
     assert result.code == 0
     expected = ["ca.pem", "ca.key"]
     expected += [f"{host}.{kind}" for host in ("127.0.0.1", "stage-b.lan", "::1") for kind in ("pem", "key")]
@@ -42,8 +42,8 @@ def test_it_writes_a_ca_and_a_pair_for_every_host(dgr: Callable, tmp_path: Path)
     ]  # fmt: skip
 
 
-def test_certificates_are_of_the_ca_and_serve_both_sides(dgr: Callable, tmp_path: Path) -> None:
-    assert dgr("keys", "127.0.0.1", "--out", tmp_path).code == 0
+def test_certificates_are_of_the_ca_and_serve_both_sides(run: Callable, tmp_path: Path) -> None:
+    assert run("keys", "127.0.0.1", "--out", tmp_path).code == 0
     ca, host = certificate(tmp_path / "ca.pem"), certificate(tmp_path / "127.0.0.1.pem")
     host.verify_directly_issued_by(ca)
     assert host.extensions.get_extension_for_class(x509.BasicConstraints).value.ca is False
@@ -78,10 +78,10 @@ def _greet(client: ssl.SSLContext, server: ssl.SSLContext, host: str) -> str | N
     return sides[0].version()
 
 
-def test_a_ca_is_used_again_and_never_overwritten(dgr: Callable, tmp_path: Path) -> None:
-    dgr("keys", "10.0.0.1", "--out", tmp_path)
+def test_a_ca_is_used_again_and_never_overwritten(run: Callable, tmp_path: Path) -> None:
+    run("keys", "10.0.0.1", "--out", tmp_path)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    result = dgr("keys", "10.0.0.2", "--out", tmp_path)
+    result = run("keys", "10.0.0.2", "--out", tmp_path)
     assert (result.code, result.out.split()) == (0, [str(tmp_path / "10.0.0.2.pem"), str(tmp_path / "10.0.0.2.key")])
     certificate(tmp_path / "10.0.0.2.pem").verify_directly_issued_by(certificate(tmp_path / "ca.pem"))
     assert {name: (tmp_path / name).read_bytes() for name in before} == before
@@ -89,65 +89,65 @@ def test_a_ca_is_used_again_and_never_overwritten(dgr: Callable, tmp_path: Path)
 
 @pytest.mark.parametrize("left", ["10.0.0.1.pem", "10.0.0.1.key"])
 def test_a_host_that_has_a_file_already_is_refused_and_nothing_is_written(
-    left: str, dgr: Callable, tmp_path: Path
+    left: str, run: Callable, tmp_path: Path
 ) -> None:
-    dgr("keys", "10.0.0.1", "--out", tmp_path)
+    run("keys", "10.0.0.1", "--out", tmp_path)
     for name in {"10.0.0.1.pem", "10.0.0.1.key"} - {left}:
         (tmp_path / name).unlink()
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    result = dgr("keys", "10.0.0.3", "10.0.0.1", "--out", tmp_path)
+    result = run("keys", "10.0.0.3", "10.0.0.1", "--out", tmp_path)
     assert result.code == 2
     assert f"{tmp_path / left} exists already; remove 10.0.0.1.pem and 10.0.0.1.key" in result.err
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def test_a_host_named_twice_has_one_certificate(dgr: Callable, tmp_path: Path) -> None:
-    assert dgr("keys", "a", "a", "--out", tmp_path).code == 0
+def test_a_host_named_twice_has_one_certificate(run: Callable, tmp_path: Path) -> None:
+    assert run("keys", "a", "a", "--out", tmp_path).code == 0
     assert len(list(tmp_path.iterdir())) == 4
 
 
 @pytest.mark.parametrize(
     "host", ["", "ca", "..", "a/b", "10.0.0.1:7701", "[::1]", "fe80::1%eth0", "a_b c", "bücher", "-a", "a..b", "x" * 64]
 )
-def test_what_is_no_host_is_refused(host: str, dgr: Callable, tmp_path: Path) -> None:
+def test_what_is_no_host_is_refused(host: str, run: Callable, tmp_path: Path) -> None:
     folder = tmp_path / "none"
-    result = dgr("keys", "--out", folder, "--", "good", host)
+    result = run("keys", "--out", folder, "--", "good", host)
     assert result.code == 2
     assert f"{host!r} is no host name or IP address" in result.err
     assert not folder.exists()
 
 
 @pytest.mark.parametrize("days", ["0", "-1", "36501", "99999999999"])
-def test_days_that_cannot_be_are_refused(days: str, dgr: Callable, tmp_path: Path) -> None:
-    result = dgr("keys", "a", "--days", days, "--out", tmp_path / "none")
+def test_days_that_cannot_be_are_refused(days: str, run: Callable, tmp_path: Path) -> None:
+    result = run("keys", "a", "--days", days, "--out", tmp_path / "none")
     assert result.code == 2
     assert f"--days is {days}; give 1 to 36500" in result.err
 
 
-def test_days_hold(dgr: Callable, tmp_path: Path) -> None:
-    assert dgr("keys", "a", "--days", "36500", "--out", tmp_path).code == 0
+def test_days_hold(run: Callable, tmp_path: Path) -> None:
+    assert run("keys", "a", "--days", "36500", "--out", tmp_path).code == 0
     one = certificate(tmp_path / "a.pem")
     assert (one.not_valid_after_utc - one.not_valid_before_utc).days == 36500
 
 
 @pytest.mark.parametrize("missing", ["ca.pem", "ca.key"])
-def test_half_a_ca_is_refused(missing: str, dgr: Callable, tmp_path: Path) -> None:
-    dgr("keys", "a", "--out", tmp_path)
+def test_half_a_ca_is_refused(missing: str, run: Callable, tmp_path: Path) -> None:
+    run("keys", "a", "--out", tmp_path)
     (tmp_path / missing).unlink()
-    result = dgr("keys", "b", "--out", tmp_path)
+    result = run("keys", "b", "--out", tmp_path)
     assert result.code == 2
     assert "holds only one of ca.pem and ca.key" in result.err
     assert not (tmp_path / "b.pem").exists()
 
 
-def test_a_ca_that_is_none_is_refused(dgr: Callable, tmp_path: Path) -> None:
-    dgr("keys", "a", "--out", tmp_path)
+def test_a_ca_that_is_none_is_refused(run: Callable, tmp_path: Path) -> None:
+    run("keys", "a", "--out", tmp_path)
     other = tmp_path / "other"
-    dgr("keys", "a", "--out", other)
+    run("keys", "a", "--out", other)
     (tmp_path / "ca.key").write_bytes((other / "ca.key").read_bytes())
-    assert "is not the elliptic-curve key of" in dgr("keys", "b", "--out", tmp_path).err
+    assert "is not the elliptic-curve key of" in run("keys", "b", "--out", tmp_path).err
     (tmp_path / "ca.key").write_text("no key")
-    result = dgr("keys", "b", "--out", tmp_path)
+    result = run("keys", "b", "--out", tmp_path)
     assert result.code == 2
     assert "cannot read the CA" in result.err
 
@@ -162,18 +162,18 @@ def test_an_expired_ca_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wrong", ["ca.pem", "a.pem", "a.key"])
-def test_credentials_that_cannot_be_loaded_say_so(wrong: str, dgr: Callable, tmp_path: Path) -> None:
-    dgr("keys", "a", "--out", tmp_path)
+def test_credentials_that_cannot_be_loaded_say_so(wrong: str, run: Callable, tmp_path: Path) -> None:
+    run("keys", "a", "--out", tmp_path)
     (tmp_path / wrong).write_text("nothing of the kind")
     credentials = Credentials(*(tmp_path / name for name in ("ca.pem", "a.pem", "a.key")))
     with pytest.raises(InputError, match=r"cannot load TLS credentials .*`dgr keys` makes a set"):
         credentials.context(server=True)
 
 
-def test_a_key_with_a_pass_phrase_is_an_error_and_not_a_question(dgr: Callable, tmp_path: Path) -> None:
+def test_a_key_with_a_pass_phrase_is_an_error_and_not_a_question(run: Callable, tmp_path: Path) -> None:
     from cryptography.hazmat.primitives.serialization import BestAvailableEncryption, load_pem_private_key
 
-    dgr("keys", "a", "--out", tmp_path)
+    run("keys", "a", "--out", tmp_path)
     key = load_pem_private_key((tmp_path / "a.key").read_bytes(), None)
     pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, BestAvailableEncryption(b"secret"))
     (tmp_path / "a.key").write_bytes(pem)

@@ -40,8 +40,8 @@ def cluster(small: Path, model: Callable[..., Path], stages: Callable) -> Cluste
     return Cluster(small, *stages((small, "0:3"), (small, "3:7"), (small, "3:7", "--ctx", "512"), (other, "3:7")))
 
 
-def healthy(dgr: Callable[..., Result], path: Path) -> Result:
-    result = dgr("doctor", "--route", path, "--json")
+def healthy(run: Callable[..., Result], path: Path) -> Result:
+    result = run("doctor", "--route", path, "--json")
     assert result.code == 0, result.out
     return result
 
@@ -50,11 +50,11 @@ def healthy(dgr: Callable[..., Result], path: Path) -> Result:
 
 
 def test_generate_over_a_route_says_what_one_machine_says(
-    dgr: Callable, cluster: Cluster, route_file: Callable
+    run: Callable, cluster: Cluster, route_file: Callable
 ) -> None:
     path = route_file(cluster.refs, model=cluster.model, context=CONTEXT)
-    whole = dgr("generate", "--model", cluster.model, "--ctx", 256, "--batch", 32, "--ubatch", 32, *PROMPT, "--json")
-    result = dgr("generate", "--route", path, *PROMPT, "--json", "--verify")
+    whole = run("generate", "--model", cluster.model, "--ctx", 256, "--batch", 32, "--ubatch", 32, *PROMPT, "--json")
+    result = run("generate", "--route", path, *PROMPT, "--json", "--verify")
     assert result.code == 0
     answer = result.json()
     assert answer["tokens"] == whole.json()["tokens"]
@@ -71,33 +71,33 @@ def test_generate_over_a_route_says_what_one_machine_says(
     assert verified["rows"] == len(answer["prompt_tokens"]) + 8
 
 
-def test_generate_prints_tokens_and_figures(dgr: Callable, cluster: Cluster, route_file: Callable) -> None:
+def test_generate_prints_tokens_and_figures(run: Callable, cluster: Cluster, route_file: Callable) -> None:
     path = route_file(cluster.refs, model=cluster.model)
-    result = dgr("generate", "--route", path, *PROMPT, "--chunk", 4)
+    result = run("generate", "--route", path, *PROMPT, "--chunk", 4)
     assert result.code == 0
     assert f"stage {cluster.head.address} layers 0:3" in result.out
     assert "8 tokens" in result.out
     assert "ended by length" in result.out
 
 
-def test_generate_takes_the_vocabulary_from_the_flag(dgr: Callable, cluster: Cluster, route_file: Callable) -> None:
+def test_generate_takes_the_vocabulary_from_the_flag(run: Callable, cluster: Cluster, route_file: Callable) -> None:
     path = route_file(cluster.refs)
-    result = dgr("generate", "--route", path, *PROMPT, "--json")
+    result = run("generate", "--route", path, *PROMPT, "--json")
     assert result.code == 2
     assert "text needs a vocabulary: give --model GGUF, or `model` in the route file" in result.err
-    assert dgr("generate", "--route", path, "--model", cluster.model, *PROMPT, "--json").code == 0
+    assert run("generate", "--route", path, "--model", cluster.model, *PROMPT, "--json").code == 0
 
 
-def test_generate_refuses_a_route_beside_a_split(dgr: Callable, cluster: Cluster, route_file: Callable) -> None:
+def test_generate_refuses_a_route_beside_a_split(run: Callable, cluster: Cluster, route_file: Callable) -> None:
     path = route_file(cluster.refs, model=cluster.model)
-    result = dgr("generate", "--route", path, "--split", "0:7", *PROMPT)
+    result = run("generate", "--route", path, "--split", "0:7", *PROMPT)
     assert result.code == 2
     assert "give one of them" in result.err
 
 
-def test_generate_over_stages_that_are_not_there(dgr: Callable, cluster: Cluster, route_file: Callable) -> None:
+def test_generate_over_stages_that_are_not_there(run: Callable, cluster: Cluster, route_file: Callable) -> None:
     gone = StageRef("127.0.0.1:1", LayerRange(3, 7))
-    result = dgr("generate", "--route", route_file([cluster.head.ref, gone], model=cluster.model), *PROMPT)
+    result = run("generate", "--route", route_file([cluster.head.ref, gone], model=cluster.model), *PROMPT)
     assert result.code == 1
     assert "cannot connect to 127.0.0.1:1: " in result.err
     assert len(result.err.splitlines()) == 1
@@ -106,9 +106,9 @@ def test_generate_over_stages_that_are_not_there(dgr: Callable, cluster: Cluster
 # --- doctor ---
 
 
-def test_doctor_finds_a_healthy_route_healthy(dgr: Callable, cluster: Cluster, route_file: Callable) -> None:
+def test_doctor_finds_a_healthy_route_healthy(run: Callable, cluster: Cluster, route_file: Callable) -> None:
     path = route_file(cluster.refs, context=CONTEXT, artifact=Artifact.open(cluster.model).identity)
-    report = healthy(dgr, path).json()
+    report = healthy(run, path).json()
     assert report["healthy"] is True
     assert report["problems"] == []
     assert report["fence_seconds"] > 0
@@ -118,104 +118,104 @@ def test_doctor_finds_a_healthy_route_healthy(dgr: Callable, cluster: Cluster, r
         assert stage["bandwidth"] > 2**20
         assert stage["identity"]["artifact"] == Artifact.open(cluster.model).identity
         assert stage["identity"]["context"]["n_ctx"] == 256
-    shown = dgr("doctor", "--route", path)
+    shown = run("doctor", "--route", path)
     assert shown.code == 0
     assert "healthy: every stage fenced an epoch within" in shown.out
     assert shown.out.count("round trip") == 2
 
 
-def test_doctor_takes_a_context_that_upstream_rounds(dgr: Callable, cluster: Cluster, route_file: Callable) -> None:
-    healthy(dgr, route_file(cluster.refs, context={"n_ctx": 200}))
+def test_doctor_takes_a_context_that_upstream_rounds(run: Callable, cluster: Cluster, route_file: Callable) -> None:
+    healthy(run, route_file(cluster.refs, context={"n_ctx": 200}))
 
 
-def problem(dgr: Callable[..., Result], path: Path, *flags: object) -> dict:
+def problem(run: Callable[..., Result], path: Path, *flags: object) -> dict:
     """The one problem of a route; what people read tells it too."""
-    result = dgr("doctor", "--route", path, "--json", *flags)
+    result = run("doctor", "--route", path, "--json", *flags)
     assert result.code == 1
     report = result.json()
     assert report["healthy"] is False
     assert report["fence_seconds"] is None
     (found,) = report["problems"]
-    shown = dgr("doctor", "--route", path, *flags)
+    shown = run("doctor", "--route", path, *flags)
     assert shown.code == 1
     assert f"{found['where']}: {found['what']}\n  next: {found['next_step']}" in shown.out
     assert "healthy" not in shown.out
     return found
 
 
-def test_doctor_on_a_stage_that_does_not_run(dgr: Callable, cluster: Cluster, route_file: Callable) -> None:
+def test_doctor_on_a_stage_that_does_not_run(run: Callable, cluster: Cluster, route_file: Callable) -> None:
     gone = StageRef("127.0.0.1:1", LayerRange(3, 7))
-    found = problem(dgr, route_file([cluster.head.ref, gone]))
+    found = problem(run, route_file([cluster.head.ref, gone]))
     assert found["where"] == "stage 127.0.0.1:1"
     assert "cannot connect to 127.0.0.1:1" in found["what"]
     assert "start the stage there (dgr stage)" in found["next_step"]
 
 
-def test_doctor_on_a_stage_with_another_context(dgr: Callable, cluster: Cluster, route_file: Callable) -> None:
+def test_doctor_on_a_stage_with_another_context(run: Callable, cluster: Cluster, route_file: Callable) -> None:
     refs = [cluster.head.ref, cluster.other_context.ref]
-    found = problem(dgr, route_file(refs))
+    found = problem(run, route_file(refs))
     assert found["where"] == f"stage {cluster.other_context.address}"
     assert "context parameters" in found["what"]
     assert "n_ctx=512" in found["what"]
     assert "n_ctx=256" in found["what"]
     assert found["next_step"] == "make the stages alike, or correct the route file"
-    found = problem(dgr, route_file(refs, context={"n_ctx": 256}))
+    found = problem(run, route_file(refs, context={"n_ctx": 256}))
     assert f"stage {cluster.other_context.address} runs with n_ctx = 512; the route is for 256" in found["what"]
 
 
-def test_doctor_on_a_stage_of_another_model(dgr: Callable, cluster: Cluster, route_file: Callable) -> None:
+def test_doctor_on_a_stage_of_another_model(run: Callable, cluster: Cluster, route_file: Callable) -> None:
     refs = [cluster.head.ref, cluster.other_model.ref]
-    found = problem(dgr, route_file(refs))
+    found = problem(run, route_file(refs))
     assert "artifact identity" in found["what"]
     identities = {cluster.head.line["artifact"], cluster.other_model.line["artifact"]}
     assert len(identities) == 2
     assert all(identity in found["what"] for identity in identities)
-    found = problem(dgr, route_file(refs, artifact=cluster.head.line["artifact"]))
+    found = problem(run, route_file(refs, artifact=cluster.head.line["artifact"]))
     assert found["where"] == f"stage {cluster.other_model.address}"
 
 
-def test_doctor_on_other_layers(dgr: Callable, cluster: Cluster, route_file: Callable) -> None:
+def test_doctor_on_other_layers(run: Callable, cluster: Cluster, route_file: Callable) -> None:
     refs = [cluster.head.ref, evolve(cluster.tail.ref, layers=LayerRange(3, 6))]
-    found = problem(dgr, route_file(refs))
+    found = problem(run, route_file(refs))
     assert found["what"] == "it owns layers 3:7; the route says 3:6"
     assert "correct the route file" in found["next_step"]
 
 
-def test_doctor_on_a_route_that_is_not_the_whole_model(dgr: Callable, cluster: Cluster, route_file: Callable) -> None:
-    found = problem(dgr, route_file([cluster.head.ref]))
+def test_doctor_on_a_route_that_is_not_the_whole_model(run: Callable, cluster: Cluster, route_file: Callable) -> None:
+    found = problem(run, route_file([cluster.head.ref]))
     assert found["where"] == "the route as a whole"
     assert "the split ends at layer 3, but the model has 7" in found["what"]
 
 
-def test_doctor_names_every_stage_that_is_wrong(dgr: Callable, cluster: Cluster, route_file: Callable) -> None:
+def test_doctor_names_every_stage_that_is_wrong(run: Callable, cluster: Cluster, route_file: Callable) -> None:
     refs = [StageRef(f"127.0.0.1:{port}", LayerRange(port, port + 1)) for port in (1, 2, 3)]
-    result = dgr("doctor", "--route", route_file(refs), "--json")
+    result = run("doctor", "--route", route_file(refs), "--json")
     assert result.code == 1
     assert [one["where"] for one in result.json()["problems"]] == [f"stage {ref.address}" for ref in refs]
 
 
-def test_doctor_beyond_loopback_without_certificates(dgr: Callable, route_file: Callable) -> None:
-    found = problem(dgr, route_file([StageRef("192.0.2.1:7701", LayerRange(0, 7))]))
+def test_doctor_beyond_loopback_without_certificates(run: Callable, route_file: Callable) -> None:
+    found = problem(run, route_file([StageRef("192.0.2.1:7701", LayerRange(0, 7))]))
     assert "192.0.2.1 is not a loopback address and no TLS credentials were given" in found["what"]
 
 
-def test_doctor_speaking_plainly_to_a_tls_stage(dgr: Callable, stages: Callable, small, tmp_path, route_file) -> None:
-    assert dgr("keys", "127.0.0.1", "client", "--out", tmp_path / "keys").code == 0
+def test_doctor_speaking_plainly_to_a_tls_stage(run: Callable, stages: Callable, small, tmp_path, route_file) -> None:
+    assert run("keys", "127.0.0.1", "client", "--out", tmp_path / "keys").code == 0
     files = [tmp_path / "keys" / name for name in ("ca.pem", "127.0.0.1.pem", "127.0.0.1.key")]
     flags = [part for pair in zip(("--tls-ca", "--tls-cert", "--tls-key"), files, strict=True) for part in pair]
     (stage,) = stages((small, "0:7", *flags))
-    assert problem(dgr, route_file([stage.ref]))["where"] == f"stage {stage.address}"
+    assert problem(run, route_file([stage.ref]))["where"] == f"stage {stage.address}"
     client = tuple(tmp_path / "keys" / name for name in ("ca.pem", "client.pem", "client.key"))
     path = route_file([stage.ref], tls=client, model=small)
-    healthy(dgr, path)
-    answer = dgr("generate", "--route", path, *PROMPT, "--json")
+    healthy(run, path)
+    answer = run("generate", "--route", path, *PROMPT, "--json")
     assert answer.code == 0
     assert len(answer.json()["tokens"]) == 8
     # Another CA's certificates, on the command line, take the place of the route file's.
-    assert dgr("keys", "client", "--out", tmp_path / "others").code == 0
+    assert run("keys", "client", "--out", tmp_path / "others").code == 0
     others = [tmp_path / "others" / name for name in ("ca.pem", "client.pem", "client.key")]
     flags = [part for pair in zip(("--tls-ca", "--tls-cert", "--tls-key"), others, strict=True) for part in pair]
-    found = problem(dgr, path, *flags)
+    found = problem(run, path, *flags)
     assert "certificate verify failed" in found["what"]
     assert "check address, firewall and certificates" in found["next_step"]
 
@@ -233,25 +233,25 @@ def test_doctor_speaking_plainly_to_a_tls_stage(dgr: Callable, stages: Callable,
         (("--tls-ca", "no", "--tls-cert", "no", "--tls-key", "no"), "cannot load TLS credentials no, no, no"),
     ],
 )
-def test_link_flags_that_cannot_be(flags: tuple[str, ...], message: str, dgr: Callable, cluster, route_file) -> None:
+def test_link_flags_that_cannot_be(flags: tuple[str, ...], message: str, run: Callable, cluster, route_file) -> None:
     path = route_file(cluster.refs, model=cluster.model)
-    result = dgr("generate", "--route", path, *PROMPT, *flags)
+    result = run("generate", "--route", path, *PROMPT, *flags)
     assert result.code == 2
     assert message in result.err
 
 
-def test_a_route_file_that_is_wrong_is_bad_input_everywhere(dgr: Callable, tmp_path: Path) -> None:
+def test_a_route_file_that_is_wrong_is_bad_input_everywhere(run: Callable, tmp_path: Path) -> None:
     path = tmp_path / "route.toml"
     path.write_text("nodel = 'x'")
     for command in (("doctor", "--route", path), ("generate", "--route", path, *PROMPT), ("up", path)):
-        result = dgr(*command)
+        result = run(*command)
         assert result.code == 2
         assert result.err == (
             f"dgr: error: {path}: unknown key 'nodel'; known are artifact, model, context, tls, stage\n"
         )
 
 
-def test_json_is_one_line(dgr: Callable, cluster: Cluster, route_file: Callable) -> None:
-    result = healthy(dgr, route_file(cluster.refs))
+def test_json_is_one_line(run: Callable, cluster: Cluster, route_file: Callable) -> None:
+    result = healthy(run, route_file(cluster.refs))
     assert len(result.out.splitlines()) == 1
     assert json.loads(result.out)["healthy"] is True

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from conftest import CONTEXT, Stage
 
+import dgr.cli.stage
+import dgr.cli.up
 from dgr.cli import main
-from dgr.cli.options import link_policy_of
+from dgr.cli.options import add_link_arguments, link_policy_of
 from dgr.cli.up import stage_command
 from dgr.model.artifact import Artifact
 from dgr.model.route import LayerRange, StageRef
@@ -25,9 +29,20 @@ from dgr.wire.tcp import Credentials
 LISTEN = ("--listen", "127.0.0.1:0")
 
 
+@pytest.fixture(autouse=True)
+def nothing_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In this process commands are only refused; one that is not must not serve forever."""
+
+    async def serve(*_: object) -> None:
+        raise AssertionError("it was not refused")
+
+    monkeypatch.setattr(dgr.cli.stage, "_until_told", serve)
+    monkeypatch.setattr(dgr.cli.up, "_run_once", serve)
+
+
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.1", "[::]", "stage-a.lan"])
-def test_plain_tcp_beyond_loopback_is_refused(host: str, dgr: Callable, small: Path) -> None:
-    result = dgr("stage", small, "--layers", "0:7", "--listen", f"{host}:7701")
+def test_plain_tcp_beyond_loopback_is_refused(host: str, run: Callable, small: Path) -> None:
+    result = run("stage", small, "--layers", "0:7", "--listen", f"{host}:7701")
     assert result.code == 2
     assert f"{host.strip('[]')} is not a loopback address and no TLS credentials were given" in result.err
     assert "`dgr keys`" in result.err
@@ -48,8 +63,6 @@ def test_a_stage_may_listen_anywhere_when_told_so(small: Path) -> None:
 
 
 def _program(arguments: list[str]) -> subprocess.Popen:
-    import sys
-
     return subprocess.Popen([sys.executable, "-m", "dgr", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
@@ -77,24 +90,24 @@ def _program(arguments: list[str]) -> subprocess.Popen:
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value).replace(" ".join(LISTEN), "…"),
 )
-def test_flags_that_cannot_be(flags: tuple[str, ...], message: str, dgr: Callable, small: Path) -> None:
-    result = dgr("stage", small, *flags)
+def test_flags_that_cannot_be(flags: tuple[str, ...], message: str, run: Callable, small: Path) -> None:
+    result = run("stage", small, *flags)
     assert result.code == 2
     assert message in result.err
     assert result.out == ""
 
 
-def test_a_model_that_is_not_there_is_refused(dgr: Callable, tmp_path: Path) -> None:
-    result = dgr("stage", tmp_path / "none.gguf", "--layers", "0:7", *LISTEN)
+def test_a_model_that_is_not_there_is_refused(run: Callable, tmp_path: Path) -> None:
+    result = run("stage", tmp_path / "none.gguf", "--layers", "0:7", *LISTEN)
     assert result.code in (1, 2)
     assert "none.gguf" in result.err
     assert len(result.err.splitlines()) == 1
 
 
-def test_a_port_that_is_taken_is_told_before_the_model_is_read(dgr: Callable, tmp_path: Path) -> None:
+def test_a_port_that_is_taken_is_told_before_the_model_is_read(run: Callable, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
-        result = dgr("stage", tmp_path / "none.gguf", "--layers", "0:7", "--listen", address)
+        result = run("stage", tmp_path / "none.gguf", "--layers", "0:7", "--listen", address)
     assert result.code == 2
     assert f"cannot listen on {address}" in result.err
 
@@ -148,8 +161,8 @@ FAR = '[[stage]]\naddress = "192.0.2.1:7701"\nlayers = "0:7"\n'
         (STAGE, ("--model", "SMALL", "--threads", "0"), "--threads is 0"),
     ],
 )
-def test_what_up_refuses(text: str, flags: tuple[str, ...], message: str, dgr: Callable, small, tmp_path) -> None:
-    result = dgr("up", _route(tmp_path, text), *(str(small) if flag == "SMALL" else flag for flag in flags))
+def test_what_up_refuses(text: str, flags: tuple[str, ...], message: str, run: Callable, small, tmp_path) -> None:
+    result = run("up", _route(tmp_path, text), *(str(small) if flag == "SMALL" else flag for flag in flags))
     assert result.code in (1, 2)
     assert message in result.err
     assert result.out == ""
@@ -174,10 +187,6 @@ def test_up_gives_every_stage_what_the_route_says(small: Path, tmp_path: Path) -
 
 
 def test_flags_override_the_credentials_of_the_route_file() -> None:
-    import argparse
-
-    from dgr.cli.options import add_link_arguments
-
     parser = argparse.ArgumentParser()
     add_link_arguments(parser)
     of_file = (Path("f.ca"), Path("f.pem"), Path("f.key"))

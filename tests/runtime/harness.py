@@ -11,8 +11,8 @@ from attrs import evolve
 
 from dgr.engine.base import ContextParams, LogitsWanted, SamplingParams, Work
 from dgr.model.route import LayerRange, Route, StageRef, parse_split
-from dgr.runtime.generation import GeneratedToken, Generation
 from dgr.runtime.events import Event
+from dgr.runtime.generation import GeneratedToken, Generation
 from dgr.runtime.local import LocalCluster, ShardPolicy, open_cluster
 from dgr.runtime.pipeline import Pipeline, Timeouts, open_pipeline_on
 from dgr.runtime.shard import Shard

@@ -79,7 +79,7 @@ def test_a_cancelled_turn_keeps_the_session_for_the_next(small: Path) -> None:
             generation = await session.generate(PROMPT * 10, max_tokens=8, stop=())
             turn = asyncio.ensure_future(anext(generation))
             while (await pipeline.statistics()).in_flight == 0 and not turn.done():
-                await asyncio.sleep(0)
+                continue
             turn.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await turn
@@ -100,7 +100,7 @@ def test_two_awaits_on_one_session_are_refused_and_two_sessions_are_not(small: P
             generation = await one.generate(PROMPT * 8, max_tokens=1, stop=())
             running = asyncio.ensure_future(anext(generation))
             while (await pipeline.statistics()).in_flight == 0 and not running.done():
-                await asyncio.sleep(0)
+                continue
             if not running.done():
                 with pytest.raises(SessionBusy):
                     await one.generate([1])
