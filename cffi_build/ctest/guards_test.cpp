@@ -2,7 +2,7 @@
 // had been asked.
 #include "check.h"
 
-#include <chrono>
+#include <atomic>
 #include <limits>
 #include <thread>
 
@@ -108,8 +108,9 @@ static void batches(const stage_ptr & stage) {
 
     if (i.width_in > 0) {
         run_refused(stage, A, "residual_in is NULL", [](batch & b) { b.residual.clear(); });
-        run_refused(stage, DGR_ERR_NON_FINITE, "NaN or Inf", [&](batch & b) { b.residual[1] = nan; });
-        run_refused(stage, DGR_ERR_NON_FINITE, "NaN or Inf", [&](batch & b) { b.residual.back() = -inf; });
+        run_refused(stage, DGR_ERR_NON_FINITE, "holds nan: values must be finite", [&](batch & b) { b.residual[1] = nan; });
+        run_refused(stage, DGR_ERR_NON_FINITE, "holds -inf: values must be finite", [&](batch & b) { b.residual.back() = -inf; });
+        run_refused(stage, DGR_ERR_NON_FINITE, "at most 1e+15 in magnitude", [&](batch & b) { b.residual[0] = 1.1e15f; });
     } else {
         run_refused(stage, A, "must be NULL", [](batch & b) { b.residual.assign(4, 0.0f); });
     }
@@ -186,8 +187,11 @@ static void aborted(const char * model) {
 static void aborted_in_flight(const char * model) {
     pipeline whole(model, { 0, 43 }, small_params(0, 0));
     const stage_ptr & stage = whole.stages[0];
+    std::atomic<bool> running = false;
     std::thread other([&] {
-        std::this_thread::sleep_for(std::chrono::milliseconds(30));
+        while (!running) {
+            std::this_thread::yield();
+        }
         dgr_stage_abort(stage.get());
     });
     int32_t status;
@@ -197,6 +201,7 @@ static void aborted_in_flight(const char * model) {
             b.add(2, begin + i, 5);
         }
         status = b.run(stage);
+        running = true; // from here on one run follows another, until the abort comes
         if (status == DGR_ERR_FULL) {
             status = dgr_stage_clear(stage.get(), 2);
         }

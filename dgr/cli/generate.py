@@ -120,6 +120,7 @@ async def _generate(args: argparse.Namespace) -> int:
                     print(token.text, end="", flush=True)
             ended = trio.current_time()
             transcript = list(session.transcript)
+        told = [_event(event) for event in _drain(events)]
         verdict = await _verify(args, pipeline, transcript) if args.verify else None
     result = {
         "prompt_tokens": transcript[:n_prompt],
@@ -128,7 +129,7 @@ async def _generate(args: argparse.Namespace) -> int:
         "finish_reason": generation.finish_reason,
         "stages": stages,
         "seconds": {"to_first_token": first - began, "decode": ended - first},
-        "events": [_event(event) for event in _drain(events)],
+        "events": told,
         "verified": verdict,
     }
     if args.json:

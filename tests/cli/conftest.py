@@ -10,26 +10,11 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from attrs import frozen
+from commands import CONTEXT, Result, Stage
 
 from dgr.cli import main
-from dgr.model.route import LayerRange, Route, StageRef
+from dgr.model.route import Route, StageRef
 from dgr.model.route_file import RouteFile, format_route_file
-
-#: The context of every stage here, but where a test says otherwise.
-CONTEXT = ("--ctx", "256", "--batch", "32", "--ubatch", "32")
-
-
-@frozen
-class Result:
-    """What a command did."""
-
-    code: int
-    out: str
-    err: str
-
-    def json(self) -> dict:
-        return json.loads(self.out)
 
 
 @pytest.fixture
@@ -47,22 +32,6 @@ def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., Result]:
         return Result(code, captured.out, captured.err)
 
     return command
-
-
-@frozen
-class Stage:
-    """A `dgr stage` process that is ready."""
-
-    process: subprocess.Popen
-    line: dict
-
-    @property
-    def address(self) -> str:
-        return self.line["address"]
-
-    @property
-    def ref(self) -> StageRef:
-        return StageRef(self.address, LayerRange.parse(self.line["layers"]))
 
 
 @pytest.fixture(scope="module")

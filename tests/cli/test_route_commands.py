@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from attrs import evolve, frozen
-from conftest import Result, Stage
+from commands import Result, Stage
 
 from dgr.model.artifact import Artifact
 from dgr.model.route import LayerRange, StageRef

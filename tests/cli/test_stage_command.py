@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import CONTEXT, Stage
+from commands import CONTEXT, Stage
 
 import dgr.cli.stage
 import dgr.cli.up
@@ -81,7 +81,7 @@ def _program(arguments: list[str]) -> subprocess.Popen:
         (("--layers", "0:7", *LISTEN, "--type-k", "q9_9"), "q9_9"),
         (("--layers", "0:7", *LISTEN, "--threads", "0"), "threads"),
         (("--layers", "0:7", *LISTEN, "--memory", "lots"), "lots"),
-        (("--layers", "0:7", *LISTEN, "--memory", "1KiB"), "1.0 KiB"),
+        (("--layers", "0:7", *LISTEN, "--memory", "1KiB"), "budget of 1024 B"),
         (("--layers", "0:7", *LISTEN, "--ttl", "0"), "--ttl is 0"),
         (("--layers", "0:7", *LISTEN, "--ttl", "nan"), "--ttl is nan"),
         (("--layers", "0:7", *LISTEN, "--numerics", "rough"), "invalid choice: 'rough'"),

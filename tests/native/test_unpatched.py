@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -25,8 +26,11 @@ def build_reference(folder: Path, *flavour: str) -> Path:
         [sys.executable, CFFI_BUILD / "llama_cpp.py", *flavour], stdout=subprocess.PIPE, text=True, check=True
     ).stdout.strip()
     source = CFFI_BUILD / "ctest" / "reference"
-    subprocess.run(["cmake", "-S", source, "-B", folder, "-G", "Ninja", f"-DLLAMA_PREFIX={prefix}"], check=True)
-    subprocess.run(["cmake", "--build", folder], check=True)
+    # cmake and ninja are wheels of this environment, which need not be active.
+    tools = {**os.environ, "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
+    configure = ["cmake", "-S", source, "-B", folder, "-G", "Ninja", f"-DLLAMA_PREFIX={prefix}"]
+    subprocess.run(configure, check=True, env=tools)
+    subprocess.run(["cmake", "--build", folder], check=True, env=tools)
     return folder / "whole_logits"
 
 

@@ -173,8 +173,7 @@ async def open_cables(route: Route) -> AsyncIterator[tuple[Route, list[Cable]]]:
 
 @asynccontextmanager
 async def open_stage(model: Path, layers: str, *options: str, address: str = "127.0.0.1:0") -> AsyncIterator[Program]:
-    """`dgr stage`, ready."""
+    """`dgr stage`; :meth:`Program.first_line` tells when it is ready."""
     flags = "--ctx", "512", "--batch", "32", "--ubatch", "32", "--json", *options
     async with open_program("stage", str(model), "--layers", layers, "--listen", address, *flags) as program:
-        await program.first_line()
         yield program

@@ -277,7 +277,11 @@ async def test_sigint_ends_a_stage_that_serves_in_good_order(small, prompt, expe
         assert "Traceback" not in whole.errors
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL], ids=lambda how: how.name)
+@pytest.mark.parametrize(
+    "how",
+    [signal.SIGTERM, signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)],
+    ids=lambda how: how.name,
+)
 async def test_up_leaves_no_stage_behind(how: signal.Signals, small, prompt, tmp_path) -> None:
     file = write_route(tmp_path / "route.toml", small, ("0:3", "3:7"), **CONTEXT)
     async with open_up(file) as up:

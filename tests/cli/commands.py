@@ -1,0 +1,41 @@
+"""What tests of commands speak of: a command's result, and a stage process."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+
+from attrs import frozen
+
+from dgr.model.route import LayerRange, StageRef
+
+#: The context of every stage here, but where a test says otherwise.
+CONTEXT = ("--ctx", "256", "--batch", "32", "--ubatch", "32")
+
+
+@frozen
+class Result:
+    """What a command did."""
+
+    code: int
+    out: str
+    err: str
+
+    def json(self) -> dict:
+        return json.loads(self.out)
+
+
+@frozen
+class Stage:
+    """A `dgr stage` process that is ready."""
+
+    process: subprocess.Popen
+    line: dict
+
+    @property
+    def address(self) -> str:
+        return self.line["address"]
+
+    @property
+    def ref(self) -> StageRef:
+        return StageRef(self.address, LayerRange.parse(self.line["layers"]))
