@@ -43,8 +43,9 @@ from dgr.runtime.remote import LinkPolicy, RemoteConnector
 from dgr.testing.fake import FakeEngine, FakeModel
 from dgr.wire import frames
 from dgr.wire.frames import Boundary, Denied, Fence, Hello, Key, Refusal, Refused, Role, Welcome
+from dgr.wire.framing import encode
 from dgr.wire.handshake import HANDSHAKE_LIMITS, exchange_preamble
-from dgr.wire.links import open_link
+from dgr.wire.links import Link, open_link
 from dgr.wire.tcp import dial, names_host, parse_address
 
 NAME = "127.0.0.1:7701"
@@ -389,12 +390,18 @@ async def test_a_stranger_who_waits_first_does_not_take_the_predecessors_place()
             assert (await anext(stranger)).frame == frames.Pong(2)
 
 
+async def announce(link: Link, frame: Boundary | frames.Logits) -> None:
+    """Send a frame and nothing of its payload."""
+    head, _ = next(encode(frame, bytes(frame.payload), 1, link.limits))
+    await link._transport.send_all(head)
+
+
 async def test_a_boundary_on_a_clients_link_ends_it_before_its_payload_comes() -> None:
     async with open_hosts() as hosts:
         tail = await hosts.start("2:6")
         async with greeted(tail.address, client()) as (link, welcome):
             assert isinstance(welcome, Welcome)
-            await link.send(_boundary(Key(b"r" * 16, 1, 1), 1), bytes(24))
+            await announce(link, _boundary(Key(b"r" * 16, 1, 1), 1))
             await assert_closed(link)
         await hosts.assert_serving([await hosts.start("0:2"), tail])
 
@@ -406,8 +413,7 @@ async def test_nobody_makes_a_stage_hold_room_for_logits(hello: Hello) -> None:
         tail = await hosts.start("2:6")
         async with greeted(tail.address, hello) as (link, welcome):
             assert isinstance(welcome, Welcome)
-            rows = frames.Logits(Key(b"r" * 16, 1, 1), 1, 16, 16, 16 * 257 * 4)
-            await link.send(rows, bytes(rows.payload))
+            await announce(link, frames.Logits(Key(b"r" * 16, 1, 1), 1, 16, 16, 16 * 257 * 4))
             await assert_closed(link)
         await until(lambda: tail.server.statistics().links == 0)
 

@@ -17,6 +17,7 @@ from remote_stages import (
     TWO,
     WHOLE,
     Authority,
+    Host,
     answer_of,
     assert_closed,
     greeted,
@@ -32,13 +33,14 @@ from remote_stages import (
 )
 
 from dgr.engine.base import EngineDescription
-from dgr.errors import DeadlineExceeded, LinkBroken, PeerRefused
+from dgr.errors import DeadlineExceeded, LinkBroken, PeerRefused, PrefillFailed
 from dgr.model.prefix import PrefixDigest
 from dgr.model.route import Route, StageRef
 from dgr.runtime.events import RePrefilled, RouteChanged, RouteDown
 from dgr.runtime.pipeline import Timeouts, open_pipeline_on
 from dgr.runtime.remote import LinkPolicy
 from dgr.runtime.states import EpochState
+from dgr.testing.fake import FakeEngine
 from dgr.wire import frames
 from dgr.wire.frames import Fence, Ping, Welcome
 from dgr.wire.links import Link
@@ -177,6 +179,41 @@ async def test_a_restarted_stage_has_no_state_and_says_so(policy: LinkPolicy, in
             assert (changed.epoch, changed.sessions_dropped) == (2, 2)  # the two that lived gave their state back
             assert again.tokens == len(PROMPT) + 5
             assert stages[index].engine.tokens_run == len(PROMPT) + 11  # everything, and nothing twice
+        await hosts.assert_empty()
+
+
+@pytest.mark.parametrize(("losses", "goes_on"), [(2, True), (3, False)])
+async def test_losses_in_a_row_are_survived_a_bounded_number_of_times(losses: int, goes_on: bool) -> None:
+    """A tail that dies of the re-prefill itself: every try is a loss, and the tries are counted."""
+    async with open_hosts() as hosts, trio.open_nursery() as nursery:
+        head, tail = await hosts.start_all(TWO)
+        left = losses
+
+        def die(_: object) -> None:
+            nonlocal left
+            if left:
+                left -= 1
+                victim = next(host for host in hosts.running if host.address == tail.address)
+                victim.engine.watch = None
+                nursery.start_soon(again, victim)
+
+        async def again(victim: Host) -> None:
+            await victim.kill()
+            engine = FakeEngine(tail.layers, CONTEXT)
+            engine.watch = die
+            await hosts.start("", address=tail.address, engine=engine)
+
+        async with hosts.pipeline([head, tail], retries=2) as pipeline, pipeline.session() as session:
+            generation = session.generate(PROMPT, max_tokens=12)
+            answer = await take(generation, 4)
+            tail.engine.watch = die
+            if goes_on:
+                assert answer + await take(generation) == reference()
+            else:
+                with pytest.raises(PrefillFailed, match="was lost 3 times"):
+                    await anext(generation)
+                assert answer + await take(generation) == reference()  # asked again, it is tried again
+        assert left == 0
         await hosts.assert_empty()
 
 

@@ -27,11 +27,15 @@ from stage_processes import (
 )
 
 import dgr
+from dgr.cli.keys import make_keys
 from dgr.errors import DeadlineExceeded
 from dgr.model.route import LayerRange, Route, StageRef
+from dgr.model.route_file import format_route_file
+from dgr.runtime.doctor import examine
 from dgr.runtime.events import RePrefilled, RouteDown
 from dgr.runtime.pipeline import Pipeline, Timeouts, open_pipeline_on
 from dgr.runtime.remote import LinkPolicy, RemoteConnector
+from dgr.wire.tcp import Credentials
 
 SPLIT = "0:2", "2:5", "5:7"
 CONTEXT = {"n_ctx": 512, "n_batch": 32, "n_ubatch": 32}
@@ -275,6 +279,26 @@ async def test_sigint_ends_a_stage_that_serves_in_good_order(small, prompt, expe
             assert await whole.wait() == 0
             await next_event(events, RouteDown)
         assert "Traceback" not in whole.errors
+
+
+async def test_stages_with_certificates_of_dgr_keys_serve_a_route(small, prompt, expected, tmp_path) -> None:
+    """What a first cluster does: keys, up, doctor, generate."""
+    make_keys(tmp_path / "keys", ["127.0.0.1", "client"], 1)
+    file = write_route(tmp_path / "route.toml", small, ("0:3", "3:7"), **CONTEXT)
+    credentials = {
+        name: tuple(tmp_path / "keys" / part for part in ("ca.pem", f"{name}.pem", f"{name}.key"))
+        for name in ("127.0.0.1", "client")
+    }
+    file = evolve(file, tls=credentials["127.0.0.1"])
+    file.path.write_text(format_route_file(file))
+    async with open_up(file, "--heartbeat", str(BEAT)):
+        policy = evolve(POLICY, credentials=Credentials(*credentials["client"]))
+        report = await examine(file, policy)
+        assert report.problems == ()
+        async with dgr.open_route(evolve(file, model=None), policy=policy) as pipeline:
+            assert await answer_of(pipeline, prompt(16), ANSWER) == expected(16)
+        (problem, *_) = (await examine(file, POLICY)).problems
+        assert problem.where == f"stage {file.route.stages[0].address}"
 
 
 @pytest.mark.parametrize(

@@ -355,6 +355,20 @@ async def test_nothing_of_a_dead_stage_stays_in_the_cluster(autojump_clock: trio
             assert shard.statistics().routes == 0
 
 
+@pytest.mark.parametrize("dead", THREE.split(","))
+async def test_a_session_closed_on_a_dead_route_is_dropped_where_there_is_life(
+    autojump_clock: trio.abc.Clock, dead: str
+) -> None:
+    async with open_stages(THREE) as stages, stages.pipeline(THREE) as pipeline:
+        async with pipeline.session() as session:
+            await session.prefill(PROMPT)
+            stages.cluster.stop(dead)
+            await rest()
+        await rest()
+        for name, shard in stages.cluster.shards.items():
+            assert shard.statistics().sessions == 0, name
+
+
 async def test_names_of_stages_are_taken_once(autojump_clock: trio.abc.Clock) -> None:
     async with open_stages(WHOLE) as stages:
         engine = FakeEngine(None, CONTEXT)

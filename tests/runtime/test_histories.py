@@ -135,6 +135,7 @@ class Talk:
     #: The request under way.
     scope: trio.CancelScope | None = None
     generation: Generation | None = None
+    #: What may have struck its request; without any, no error is due.
     disturbed: int = 0
 
 
@@ -339,7 +340,7 @@ class Histories(RuleBasedStateMachine):
         keep = len(talk.transcript) if diverge else len(talk.transcript) // 2
         whole = [*talk.transcript[:keep], *tokens]
         self.disturb()  # its open may evict another
-        talk.disturbed = 0
+        talk.disturbed = self.under_way + 100 * any(engine.faults for engine in self.stages.engines.values())
         if len(whole) > SMALL.n_ctx:
             with pytest.raises(ContextLimitExceeded):
                 talk.session.generate(transcript=whole)
