@@ -230,7 +230,6 @@ class Pipeline:
                 # Closing its control link makes a stage that left the route drop this route session.
                 for stage in left:
                     stage.scope.cancel()
-            self._refuse_if_closed()
             self._machine.fire(RouteEvent.FENCED)
             self._live.set()
             self.emit(
@@ -274,6 +273,7 @@ class Pipeline:
         await trio.lowlevel.checkpoint_if_cancelled()  # then links end because we leave, and not the other way round
         if failures:
             raise failures[0]
+        self._refuse_if_closed()
         for ref in route.stages:
             if (lost := self._board.stages[ref.address].lost) is not None:  # it fenced, and died before the others had
                 raise LinkBroken(lost)

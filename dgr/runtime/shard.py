@@ -281,6 +281,7 @@ class Shard:
                 elif isinstance(frame, frames.Cancel):
                     known.cancel(frame)
                 else:
+                    await known.started.wait()  # it may have been taken over in this very moment
                     known.request(frame)
             case _:
                 raise WireError(f"{type(frame).__name__} came on a control link")

@@ -146,9 +146,11 @@ class Hosts:
         engine: FakeEngine | None = None,
         policy: LinkPolicy | None = None,
         dial: Callable[[str, str], Awaitable[Link]] | None = None,
+        room: int | None = None,
     ) -> Host:
+        """``room``: bytes of a link's answers that the kernel keeps for this side; by default it is megabytes."""
         engine = engine or FakeEngine(LayerRange.parse(layers), self.context, model=self.model)
-        return await self._nursery.start(self._run, engine, address, policy or self.policy, dial)
+        return await self._nursery.start(self._run, engine, address, policy or self.policy, dial, room)
 
     async def start_all(self, split: Sequence[str], **options) -> list[Host]:
         return [await self.start(layers, **options) for layers in split]
@@ -164,10 +166,13 @@ class Hosts:
         address: str,
         policy: LinkPolicy,
         dial: Callable[[str, str], Awaitable[Link]] | None,
+        room: int | None,
         *,
         task_status: trio.TaskStatus[Host],
     ) -> None:
         listeners, tls = await listen(address, credentials=policy.credentials, allow_plain=policy.allow_plain)
+        if room is not None:  # accepted sockets inherit it
+            listeners[0].socket.setsockopt(trio.socket.SOL_SOCKET, trio.socket.SO_SNDBUF, room)
         name, port = listeners[0].socket.getsockname()[:2]
         server = StageServer(policy)
         async with open_shard(engine, dial or server.dial, name=str(engine.describe().layers)) as shard:

@@ -261,7 +261,7 @@ async def hosts_have_room(host: Host, links: int) -> None:
 # --- floods ---
 
 
-#: Bytes of answers that the kernel keeps for someone who does not read them; by default it is megabytes.
+#: Bytes of answers that the kernel keeps on each side for someone who does not read them.
 _ROOM = 4096
 
 
@@ -295,7 +295,7 @@ FLOODS: dict[str, Callable[[], Iterator[frames.Frame]]] = {
 @pytest.mark.parametrize("kind", FLOODS)
 async def test_a_flood_whose_answers_nobody_reads_ends_its_link(kind: str) -> None:
     async with open_hosts() as hosts:
-        whole = await hosts.start("0:6")
+        whole = await hosts.start("0:6", room=_ROOM)
         with bounded_memory():
             async with greeted(whole.address, client(), room=_ROOM) as (link, welcome):
                 assert isinstance(welcome, Welcome)
@@ -314,7 +314,7 @@ async def test_a_flood_whose_answers_nobody_reads_ends_its_link(kind: str) -> No
 )
 async def test_a_flood_of_what_a_stage_must_remember_ends_its_link(hello, flood) -> None:
     async with open_hosts() as hosts:
-        head, tail = await hosts.start_all(TWO)
+        head, tail = await hosts.start_all(TWO, room=_ROOM)
         with bounded_memory():
             async with greeted(tail.address, hello, room=_ROOM) as (link, welcome):
                 assert isinstance(welcome, Welcome)
@@ -326,7 +326,7 @@ async def test_a_flood_of_what_a_stage_must_remember_ends_its_link(hello, flood)
 
 async def test_a_flood_of_requests_of_a_route_session_ends_its_link_alone() -> None:
     async with open_hosts() as hosts:
-        whole = await hosts.start("0:6")
+        whole = await hosts.start("0:6", room=_ROOM)
         async with hosts.pipeline([whole]) as pipeline:
             with bounded_memory():
                 async with greeted(whole.address, client(), room=_ROOM) as (link, _):
@@ -337,6 +337,28 @@ async def test_a_flood_of_requests_of_a_route_session_ends_its_link_alone() -> N
                     )
                 await until(lambda: whole.shard.statistics().routes == 1)
             assert await answer_of(pipeline) == reference()
+        await hosts.assert_serving([whole])
+
+
+async def test_requests_in_the_moment_in_which_a_route_session_changes_hands() -> None:
+    """A pipeline comes back on another link while its state is still going, and does not wait for an answer."""
+    async with open_hosts() as hosts:
+        whole = await hosts.start("0:6")
+        for number in range(40):
+            key = Key(number.to_bytes(16, "little"), 1, 1)
+            fence = frames.Fence(key.route, 1, whole.address, "", "")
+            async with greeted(whole.address, client()) as (second, _):
+                async with greeted(whole.address, client()) as (first, _):
+                    first.send_nowait(fence)
+                    assert isinstance((await anext(first)).frame, frames.Fenced)
+                    second.send_nowait(fence)
+                    second.send_nowait(Ping(1))
+                    assert (await anext(second)).frame == frames.Pong(1)
+                    close = b"".join(head for head, _ in encode(frames.Close(key, 1), None, 0, second.limits))
+                    await second._transport.send_all(close * 500)  # one is read in every turn of the stage
+                answer = None
+                while not isinstance(answer, frames.Fenced):
+                    answer = (await anext(second)).frame
         await hosts.assert_serving([whole])
 
 
