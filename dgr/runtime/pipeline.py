@@ -306,26 +306,14 @@ class Pipeline:
 
     def _on_answer(self, address: str, received: Received) -> None:
         frame = received.frame
-        match frame:
-            case frames.Fenced():
-                self._board.settle((address, 0, frame.epoch), received)
-            case (
-                frames.Opened()
-                | frames.Closed()
-                | frames.Advanced()
-                | frames.Token()
-                | frames.Logits()
-                | frames.CacheMiss()
-                | frames.StaleEpoch()
-                | frames.Refused()
-                | frames.Cancelled()
-                | frames.Frontier()
-            ):
-                if frame.key.route == self.route_id and frame.key.epoch == self.epoch:
-                    self._on_session_answer(address, frame, received)
-                # else: an answer to an epoch that is over
-            case _:
-                raise WireError(f"{type(frame).__name__} came from stage {address}, which may only answer")
+        if isinstance(frame, frames.Fenced):
+            self._board.settle((address, 0, frame.epoch), received)
+        elif isinstance(frame, SessionAnswer):
+            if frame.key.route == self.route_id and frame.key.epoch == self.epoch:
+                self._on_session_answer(address, frame, received)
+            # else: an answer to an epoch that is over
+        else:
+            raise WireError(f"{type(frame).__name__} came from stage {address}, which may only answer")
 
     def _on_session_answer(self, address: str, frame: SessionAnswer, received: Received) -> None:
         key = frame.key
