@@ -1,0 +1,41 @@
+"""Entry of ``dgr-bench``: find the command, run it, turn errors into one line and an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Sequence
+
+from bench import overhead
+from dgr.cli.exit_codes import BAD_INPUT, FAILED, INTERRUPTED
+from dgr.errors import DgrError, InputError
+
+__all__ = ["main"]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="dgr-bench", description="Certify and measure dgr. Every command writes result.json, report.md and plots/."
+    )
+    subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for command in (overhead,):
+        command.register(subparsers)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; gives the exit code: 0, 1 failed or not passed, 2 bad input, 130 interrupted."""
+    args = _parser().parse_args(argv)
+    args.command_line = shlex.join(["dgr-bench", *(sys.argv[1:] if argv is None else argv)])
+    try:
+        return int(args.run(args))
+    except InputError as error:
+        print(f"dgr-bench: error: {error}", file=sys.stderr)
+        return BAD_INPUT
+    except (DgrError, OSError) as error:
+        print(f"dgr-bench: error: {error}", file=sys.stderr)
+        return FAILED
+    except KeyboardInterrupt:
+        print("dgr-bench: interrupted; the same command goes on from here", file=sys.stderr)
+        return INTERRUPTED

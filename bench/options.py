@@ -1,0 +1,47 @@
+"""Flags that several commands share."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from bench.results import Result
+
+__all__ = ["add_run_arguments", "exit_code", "say"]
+
+
+def add_run_arguments(parser: argparse.ArgumentParser, out: str) -> None:
+    """``--out``, ``--quick``, ``--fresh`` and ``--json``."""
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path(out),
+        metavar="DIR",
+        help=f"folder of result, report and plots; an unfinished run there is resumed (default: {out})",
+    )
+    parser.add_argument("--quick", action="store_true", help="less of everything, in under a minute: a smoke test")
+    parser.add_argument("--fresh", action="store_true", help="begin anew over what is in the folder")
+    parser.add_argument("--json", action="store_true", help="print verdicts and figures as one JSON object")
+
+
+def say(result: Result, folder: Path, as_json: bool) -> None:
+    """Print the verdicts, and where the rest is."""
+    if as_json:
+        checks = [
+            {"name": check.name, "passed": check.passed, "cases": check.cases, "detail": check.detail}
+            for check in result.checks
+        ]
+        print(json.dumps({"passed": result.passed, "out": str(folder), "checks": checks, "figures": result.figures}))
+        return
+    for check in result.checks:
+        mark = "pass" if check.passed else "FAIL"
+        print(f"{mark}  {check.name} ({check.cases} cases): {check.detail}")
+    print(f"{'PASSED' if result.passed else 'NOT PASSED'}: {folder / 'report.md'}, {folder / 'result.json'}")
+    sys.stdout.flush()
+
+
+def exit_code(result: Result) -> int:
+    """0 when every check passed."""
+    return 0 if result.passed else 1

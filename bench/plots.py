@@ -1,0 +1,56 @@
+"""One look for every plot, written as SVG and PNG."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+from dgr.errors import InputError
+
+__all__ = ["BLUE", "GREEN", "GREY", "RED", "draw"]
+
+#: Colours that people with any colour vision tell apart.
+BLUE, RED, GREEN, GREY = "#0072b2", "#d55e00", "#009e73", "#767676"
+
+_STYLE: Any = {
+    "figure.figsize": (7.2, 4.2),
+    "figure.constrained_layout.use": True,
+    "font.size": 10,
+    "axes.grid": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "grid.alpha": 0.3,
+    "lines.markersize": 4,
+    "legend.frameon": False,
+    "svg.hashsalt": "dgr-bench",
+}
+
+
+def draw(folder: Path, stem: str, title: str, x: str, y: str, paint: Callable[[Axes], None]) -> str:
+    """Write ``plots/STEM.svg`` and ``.png``: ``paint`` fills the axes; ``x`` and ``y`` are labels with units.
+
+    Gives the picture's path relative to ``folder``.
+    """
+    try:
+        import matplotlib as mpl
+
+        mpl.use("Agg")
+        import matplotlib.pyplot as plt
+    except ImportError as missing:
+        raise InputError("plots need matplotlib; install it with: pip install 'dgr[bench]'") from missing
+    plots = folder / "plots"
+    plots.mkdir(exist_ok=True)
+    with mpl.rc_context(_STYLE):
+        figure, axes = plt.subplots()
+        axes.set(title=title, xlabel=x, ylabel=y)
+        paint(axes)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend()
+        figure.savefig(plots / f"{stem}.svg", metadata={"Date": None})
+        figure.savefig(plots / f"{stem}.png", dpi=120)
+        plt.close(figure)
+    return f"plots/{stem}.png"
