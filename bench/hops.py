@@ -1,204 +1,259 @@
-"""What a hop costs: a boundary frame through a dgr link, against a bare echo of the same bytes on the same transport.
+"""``dgr-bench hops``: what a hop costs beyond its wire, and how many bytes a frame is there.
 
-    python -m bench.hops [--transport memory tcp tls] [--seconds 3] [--json FILE]
+A boundary frame of V4 Flash goes through a dgr link and back, against a bare echo of the same bytes on the same transport; the
+two ways alternate round by round. Two shapes: one token's boundary (65 536 bytes: a decode step) and 512 tokens' (32 MiB: a
+prefill chunk). Figures are round trips there and back, so a hop is half of one.
 
-Two shapes: one token's boundary of V4 Flash (65 536 bytes: a decode step) and 512 tokens' (32 MiB: a prefill chunk). For each
-the two ways alternate round by round, so that drift of the machine hits both alike. Over TCP and TLS the echo is a process of
-its own. Figures are round trips there and back, so a hop is half of one.
+Units:
+
+``TRANSPORT, SHAPE``
+    ``tokens``, ``payload_bytes``, ``bare_ms`` and ``link_ms``: milliseconds of every round trip, in pairs.
+``TRANSPORT, SHAPE, bytes``
+    ``tokens``, ``payload_bytes``, ``frames``: sent both ways; ``wire_bytes``: all that a relay under TLS passed on for
+    them, both ways, so with TLS records and with the credit that each frame is answered with.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
-import subprocess
-import sys
-import tempfile
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import trio
 
-from dgr import DgrError
-from dgr.cli.keys import make_keys
-from dgr.wire import Limits, Link, frames, memory_transports, open_link
-from dgr.wire.tcp import Credentials, accept_tls, dial, listen
+from bench import reports
+from bench.echo import Echo, bare_round, link_round, open_echo, open_echo_link, payload_bytes
+from bench.options import add_run_arguments, exit_code, say
+from bench.plots import BLUE, GREY, RED, draw
+from bench.progress import Progress
+from bench.results import Check, Journal, Result
+from bench.spreads import Goal, spread
 
-WIDTH = 4 * 4096
-N_VOCAB = 129_280
-SHAPES = {"decode, 1 token": 1, "prefill, 512 tokens": 512}
-LIMITS = Limits(n_batch=512, boundary_width=WIDTH, n_vocab=N_VOCAB)
-KEY = frames.Key(bytes(16), 1, 1)
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
+__all__ = ["GOALS", "SHAPES", "TRANSPORTS", "checks", "figures", "measure", "plan", "register", "report_part"]
 
-def boundary(n_tokens: int, seq: int) -> frames.Boundary:
-    """A frame as a stage sends it."""
-    expect = frames.Expectation(1000, bytes(16))
-    return frames.Boundary(KEY, seq, expect, tuple(range(n_tokens)), 0, None, payload=4 * n_tokens * WIDTH)
-
-
-# --- the far side ----------------------------------------------------------------------------------------------------
-
-
-async def echo(transport: trio.abc.Stream) -> None:
-    """Send back what comes: first byte ``b`` for bare bytes, ``l`` for a link."""
-    way = await transport.receive_some(1)
-    if way == b"l":
-        async with open_link(transport, LIMITS) as link:
-            async for received in link:
-                await link.send(received.frame, received.payload)
-                link.grant(0 if received.payload is None else received.payload.nbytes)
-    else:
-        while data := await transport.receive_some(65536):
-            await transport.send_all(data)
+TRANSPORTS = ("memory", "tcp", "tls")
+#: Name of a shape -> tokens of its frame.
+SHAPES = {"decode": 1, "prefill": 512}
+#: Extra milliseconds of one token's hop, by transport; extra bytes of one token's frame on any wire.
+GOALS = {
+    "memory": Goal("at most", 0.25, "ms"),
+    "tls": Goal("at most", 0.6, "ms"),
+    "bytes": Goal("at most", 320, "bytes"),
+}
+#: Round trips by shape.
+_ROUNDS = {"decode": 1000, "prefill": 15}
+_QUICK_ROUNDS = {"decode": 100, "prefill": 2}
+#: Round trips that count for nothing: buffers grow, TLS sends its session tickets.
+_WARM_UP = 3
+_COUNTED_ROUNDS = 20
 
 
-async def serve(credentials: Credentials | None) -> None:
-    """Be the far side in a process of its own; print the port."""
-    listeners, tls = await listen("127.0.0.1:0", credentials=credentials)
-    print(listeners[0].socket.getsockname()[1], flush=True)
-
-    async def take(stream: trio.SocketStream) -> None:
-        try:
-            await echo(await accept_tls(stream, tls, 10))
-        except (trio.BrokenResourceError, DgrError):
-            return  # the near side is done and does not say goodbye
-
-    await trio.serve_listeners(take, listeners)
-
-
-# --- the near side ---------------------------------------------------------------------------------------------------
-
-
-async def bare_round(transport: trio.abc.Stream, payload: bytes) -> float:
-    """One round trip of the payload's bytes, sent and read at the same time, as a link does."""
-    began = trio.current_time()
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(transport.send_all, payload)
-        left = len(payload)
-        while left:
-            left -= len(await transport.receive_some(65536))
-    return trio.current_time() - began
-
-
-async def link_round(link: Link, n_tokens: int, seq: int, payload: bytes) -> float:
-    """One round trip of a boundary frame."""
-    began = trio.current_time()
-    await link.send(boundary(n_tokens, seq), payload)
-    async for received in link:
-        if received.payload is not None and received.payload.nbytes == len(payload):
-            return trio.current_time() - began
-    raise RuntimeError("the echo went away")
-
-
-async def compare(connect: Callable[[], Any], n_tokens: int, seconds: float) -> dict[str, float | int]:
-    """Alternate both ways for ``seconds``; medians, and the ratio of each pair."""
-    payload = bytes(4 * n_tokens * WIDTH)
-    bare_times: list[float] = []
-    link_times: list[float] = []
-    async with connect() as bare, connect() as linked:
-        await bare.send_all(b"b")
-        await linked.send_all(b"l")
-        async with open_link(linked, LIMITS, credit=2 * len(payload)) as link:
-            for _ in range(3):  # warm up
-                await bare_round(bare, payload)
-                await link_round(link, n_tokens, 1, payload)
-            ends = trio.current_time() + seconds
-            while trio.current_time() < ends or len(bare_times) < 5:
-                bare_times.append(await bare_round(bare, payload))
-                link_times.append(await link_round(link, n_tokens, 1, payload))
-    ratios = [ours / theirs for ours, theirs in zip(link_times, bare_times, strict=True)]
-    quartiles = statistics.quantiles(ratios, n=4)
-    bare_median, link_median = statistics.median(bare_times), statistics.median(link_times)
+def plan(quick: bool, transports: Sequence[str] = TRANSPORTS, shapes: Sequence[str] = tuple(SHAPES)) -> dict[str, Any]:
+    """What is measured: rounds by shape, over which transports."""
+    rounds = _QUICK_ROUNDS if quick else _ROUNDS
     return {
-        "bytes": len(payload),
-        "rounds": len(ratios),
-        "bare_ms": 1e3 * bare_median,
-        "link_ms": 1e3 * link_median,
-        "extra_ms_per_hop": 1e3 * (link_median - bare_median) / 2,
-        "ratio": statistics.median(ratios),
-        "ratio_q1": quartiles[0],
-        "ratio_q3": quartiles[2],
-        "link_mib_per_s": 2 * len(payload) / 2**20 / link_median,
+        "name": "hops, quick" if quick else "hops",
+        "transports": list(transports),
+        "rounds": {shape: rounds[shape] for shape in shapes},
+        "goals": {name: str(goal) for name, goal in GOALS.items()},
     }
 
 
-@asynccontextmanager
-async def far_process(keys: Path | None) -> AsyncIterator[int]:
-    """The echo as a child process; gives its port."""
-    command = [sys.executable, "-m", "bench.hops", "--serve", *([] if keys is None else [str(keys)])]
-    process = await trio.lowlevel.open_process(command, stdout=subprocess.PIPE)
-    assert process.stdout is not None
-    try:
-        yield int(await process.stdout.receive_some(64))
-    finally:
-        process.kill()
-        with trio.CancelScope(shield=True):
-            await process.wait()
-            await process.stdout.aclose()
+async def measure(journal: Journal, locked: Mapping[str, Any], bar: Progress) -> None:
+    """Measure the units of a plan that are missing in the journal."""
+    for transport in locked["transports"]:
+        names = [f"{transport}, {shape}" for shape in locked["rounds"]]
+        if transport != "memory":
+            names += [f"{name}, bytes" for name in names]
+        if any(journal.get(name) is None for name in names):
+            async with open_echo(transport) as echo:
+                for name in names:
+                    bar.begin(name)
+                    if journal.get(name) is None:
+                        shape = name.split(", ")[1]
+                        tokens, rounds = SHAPES[shape], locked["rounds"][shape]
+                        counts = name.endswith("bytes")
+                        journal.put(name, await (_count if counts else _time)(echo, tokens, rounds))
+        bar.done()
 
 
-async def measure(transport: str, seconds: float) -> dict[str, dict[str, float | int]]:
-    """All shapes over one transport."""
-    if transport == "memory":
-
-        @asynccontextmanager
-        async def connect() -> AsyncIterator[trio.abc.Stream]:
-            near, far = memory_transports()
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(echo, far)
-                yield near
-                nursery.cancel_scope.cancel()
-
-        return {name: await compare(connect, n_tokens, seconds) for name, n_tokens in SHAPES.items()}
-    with tempfile.TemporaryDirectory() as folder:
-        keys = Path(folder) if transport == "tls" else None
-        if keys is not None:
-            make_keys(keys, ["127.0.0.1"], 1)
-        credentials = None if keys is None else credentials_in(keys)
-        async with far_process(keys) as port:
-
-            @asynccontextmanager
-            async def connect() -> AsyncIterator[trio.abc.Stream]:
-                stream = await dial(f"127.0.0.1:{port}", credentials=credentials)
-                try:
-                    yield stream
-                finally:
-                    await trio.aclose_forcefully(stream)
-
-            return {name: await compare(connect, n_tokens, seconds) for name, n_tokens in SHAPES.items()}
+async def _time(echo: Echo, tokens: int, rounds: int) -> dict[str, Any]:
+    payload = bytes(payload_bytes(tokens))
+    bare_ms, link_ms = [], []
+    async with echo.connect() as bare, echo.connect() as linked:
+        await bare.send_all(b"b")
+        async with open_echo_link(linked) as link:
+            for index in range(_WARM_UP + rounds):
+                times = await bare_round(bare, payload), await link_round(link, tokens, payload)
+                if index >= _WARM_UP:
+                    bare_ms.append(round(1e3 * times[0], 4))
+                    link_ms.append(round(1e3 * times[1], 4))
+    return {"tokens": tokens, "payload_bytes": len(payload), "bare_ms": bare_ms, "link_ms": link_ms}
 
 
-def credentials_in(folder: Path) -> Credentials:
-    return Credentials(folder / "ca.pem", folder / "127.0.0.1.pem", folder / "127.0.0.1.key")
+async def _count(echo: Echo, tokens: int, rounds: int) -> dict[str, Any]:
+    payload = bytes(payload_bytes(tokens))
+    rounds = min(rounds, _COUNTED_ROUNDS)
+    async with echo.counted() as (transport, relay), open_echo_link(transport) as link:
+
+        def passed_on() -> int:
+            return relay.rightward.forwarded + relay.leftward.forwarded
+
+        async def settle() -> int:
+            """Bytes passed on, once the last credit is through: a frame may be whole before it."""
+            await link.flush()
+            before = -1
+            while before != passed_on():
+                before = passed_on()
+                await trio.sleep(_QUIET)
+            return before
+
+        for _ in range(_WARM_UP):
+            await link_round(link, tokens, payload)
+        began = await settle()
+        for _ in range(rounds):
+            await link_round(link, tokens, payload)
+        counted = await settle() - began
+    return {"tokens": tokens, "payload_bytes": len(payload), "frames": 2 * rounds, "wire_bytes": counted}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--transport", nargs="+", choices=["memory", "tcp", "tls"], default=["memory", "tcp", "tls"])
-    parser.add_argument("--seconds", type=float, default=3.0, help="for each shape and transport (default: 3)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the figures there")
-    parser.add_argument("--serve", nargs="*", metavar="KEYS", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.serve is not None:
-        trio.run(serve, credentials_in(Path(args.serve[0])) if args.serve else None)
-        return
-    results = {}
-    heading = f"{'transport':<10} {'frame':<22} {'bare ms':>9} {'link ms':>9} {'ratio':>7} {'quartiles':>13}"
-    print(f"{heading} {'extra ms/hop':>13} {'MiB/s':>8}")
-    for transport in args.transport:
-        results[transport] = trio.run(measure, transport, args.seconds)
-        for name, row in results[transport].items():
-            print(
-                f"{transport:<10} {name:<22} {row['bare_ms']:9.3f} {row['link_ms']:9.3f} {row['ratio']:7.3f}"
-                f" {row['ratio_q1']:6.3f}-{row['ratio_q3']:.3f} {row['extra_ms_per_hop']:13.3f} {row['link_mib_per_s']:8.0f}"
-            )
-    if args.json is not None:
-        args.json.write_text(json.dumps(results, indent=2) + "\n")
+#: Seconds without a byte after which a relay has passed everything on.
+_QUIET = 0.1
 
 
-if __name__ == "__main__":
-    main()
+# --- figures and verdicts --------------------------------------------------------------------------------------------
+
+
+def figures(units: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Per unit: spreads of the extra milliseconds a hop and of the ratio, or the bytes a frame."""
+    found = {}
+    for name, unit in units.items():
+        if "wire_bytes" in unit:
+            per_frame = unit["wire_bytes"] / unit["frames"]
+            found[name] = {"bytes_per_frame": per_frame, "extra_bytes": per_frame - unit["payload_bytes"]}
+        elif "link_ms" in unit:
+            pairs = list(zip(unit["link_ms"], unit["bare_ms"], strict=True))
+            found[name] = {
+                "bare_ms": spread(unit["bare_ms"]),
+                "link_ms": spread(unit["link_ms"]),
+                "extra_ms_per_hop": spread([(link - bare) / 2 for link, bare in pairs]),
+                "ratio": spread([link / bare for link, bare in pairs]),
+            }
+    return found
+
+
+def checks(units: Mapping[str, dict[str, Any]]) -> list[Check]:
+    """The goals for one token's boundary."""
+    found = figures(units)
+    verdicts = []
+    for transport in TRANSPORTS:
+        timed, counted = f"{transport}, decode", f"{transport}, decode, bytes"
+        if transport in GOALS and timed in found:
+            where = "in process" if transport == "memory" else f"over loopback {transport.upper()}"
+            extra = found[timed]["extra_ms_per_hop"]
+            verdicts.append(GOALS[transport].check(f"extra time of a hop {where}", extra))
+        if counted in found:
+            goal, extra_bytes, frames = GOALS["bytes"], found[counted]["extra_bytes"], units[counted]["frames"]
+            detail = f"{extra_bytes:.1f} bytes beyond the payload of {units[counted]['payload_bytes']}; goal {goal}"
+            name = f"bytes of a frame over {transport.upper()}"
+            verdicts.append(Check(name=name, passed=extra_bytes <= goal.value, cases=frames, detail=detail))
+    return verdicts
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+def register(subparsers: Any) -> None:
+    """Add the command."""
+    parser = subparsers.add_parser(
+        "hops",
+        help="cost of a hop: a boundary frame through a link, against a bare echo of its bytes",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--transport", nargs="+", choices=TRANSPORTS, default=TRANSPORTS, help="what to measure (default: all)"
+    )
+    add_run_arguments(parser, "build/bench/hops")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure, report, judge."""
+    transports = [name for name in TRANSPORTS if name in args.transport]
+    locked = plan(args.quick, transports)
+    journal = Journal.open(args.out, "hops", locked, {"boundary": "V4 Flash"}, args.command_line, fresh=args.fresh)
+    with Progress("hops", len(transports)) as bar:
+        trio.run(measure, journal, locked, bar)
+    result = journal.finish(figures(journal.result.units), checks(journal.result.units))
+    reports.write_report(
+        args.out,
+        reports.heading(result, "A hop"),
+        reports.verdicts(result),
+        report_part(result, journal),
+        reports.machine(result),
+    )
+    say(result, args.out, args.json)
+    return exit_code(result)
+
+
+def report_part(result: Result, journal: Journal) -> str:
+    """Tables and the plot, for any result with units of hops."""
+    found = figures(result.units)
+    times = [
+        (
+            *name.split(", "),
+            f"{figure['bare_ms'].median:.3f}",
+            f"{figure['link_ms'].median:.3f}",
+            str(figure["ratio"]),
+            str(figure["extra_ms_per_hop"]),
+        )
+        for name, figure in found.items()
+        if "ratio" in figure
+    ]
+    sizes = [
+        (*name.split(", ")[:2], result.units[name]["payload_bytes"], f"{figure['extra_bytes']:.1f}")
+        for name, figure in found.items()
+        if "extra_bytes" in figure
+    ]
+    heads = ("transport", "frame", "bare, ms", "link, ms", "link / bare", "extra a hop, ms")
+    parts = [
+        "## Time\n\nRound trips; medians, with quartiles in brackets.",
+        reports.table(heads, times),
+        reports.picture(_plot(result, journal), "Extra milliseconds of one token's hop by transport"),
+    ]
+    if sizes:
+        parts += [
+            "## Bytes\n\nCounted on TCP: TLS records, packet headers and the credit in return are in the extra bytes.",
+            reports.table(("transport", "frame", "payload, bytes", "extra bytes a frame"), sizes),
+        ]
+    return "\n\n".join(parts)
+
+
+def _plot(result: Result, journal: Journal) -> str:
+    found = figures(result.units)
+    names = [name for name in TRANSPORTS if f"{name}, decode" in found]
+
+    def paint(axes: Axes) -> None:
+        for place, name in enumerate(names):
+            extra = found[f"{name}, decode"]["extra_ms_per_hop"]
+            below, above = extra.median - extra.low, extra.high - extra.median
+            axes.bar(place, extra.median, 0.5, color=BLUE, yerr=[[below], [above]], ecolor=GREY, capsize=4)
+            if name in GOALS:
+                goal = GOALS[name].value
+                ends = place - 0.35, place + 0.35
+                axes.plot(ends, (goal, goal), color=RED, linestyle="--", label=None if place else "goal, at most")
+        axes.set_xticks(range(len(names)), [{"memory": "in process"}.get(name, name.upper()) for name in names])
+        axes.set_ylim(bottom=0)
+
+    return draw(
+        journal.folder,
+        "hops",
+        "One token's boundary: a hop beyond its wire",
+        "transport",
+        "extra time of a hop, ms (median, quartiles)",
+        paint,
+    )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
+
+import msgspec
 
 from bench.results import Result
 
@@ -33,7 +34,8 @@ def say(result: Result, folder: Path, as_json: bool) -> None:
             {"name": check.name, "passed": check.passed, "cases": check.cases, "detail": check.detail}
             for check in result.checks
         ]
-        print(json.dumps({"passed": result.passed, "out": str(folder), "checks": checks, "figures": result.figures}))
+        answer = {"passed": result.passed, "out": str(folder), "checks": checks, "figures": result.figures}
+        print(msgspec.json.encode(answer).decode())
         return
     for check in result.checks:
         mark = "pass" if check.passed else "FAIL"

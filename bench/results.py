@@ -96,7 +96,9 @@ def read_result(path: str | os.PathLike[str]) -> Result:
     if result.schema != SCHEMA:
         raise InputError(f"{path} has schema {result.schema!r}; this dgr-bench reads {SCHEMA!r}")
     if digest_of(result.plan) != result.plan_digest:
-        raise InputError(f"{path}: the plan has digest {digest_of(result.plan)}, but the result says {result.plan_digest}")
+        raise InputError(
+            f"{path}: the plan has digest {digest_of(result.plan)}, but the result says {result.plan_digest}"
+        )
     return result
 
 
@@ -136,7 +138,9 @@ class Journal:
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise InputError(f"cannot make the folder {folder}: {error.strerror or error}; give another --out") from error
+            raise InputError(
+                f"cannot make the folder {folder}: {error.strerror or error}; give another --out"
+            ) from error
         now = environment()
         result = Result(
             schema=SCHEMA,

@@ -6,6 +6,7 @@ key made of everything that decides what the libraries compute: pin, patches, co
 
     python llama_cpp.py                 # build unless cached, print the prefix
     python llama_cpp.py --unpatched     # upstream as it is, for tests that compare with it
+    python llama_cpp.py --llama-bench   # upstream's llama-bench as it is; prints the path of the binary
     python llama_cpp.py source DIR      # only the patched source tree
     python llama_cpp.py digest DIR      # digest of the used paths of a tree
 
@@ -64,6 +65,9 @@ CMAKE_ARGS = (
     f"-DLLAMA_BUILD_COMMIT={PIN['upstream']['commit']}",
 )
 
+#: What llama-bench needs besides; the last word counts.
+LLAMA_BENCH_ARGS = ("-DLLAMA_BUILD_COMMON=ON", "-DLLAMA_BUILD_TOOLS=ON")
+
 
 class BuildError(Exception):
     """A step failed; the message says which and what to do."""
@@ -89,9 +93,12 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def tree_digest(tree: Path) -> str:
-    """Return the digest of the used paths: SHA-256 over a sorted list of file digests and names."""
-    files = [path for used in PIN["tree"]["paths"] for path in _files(tree / used)]
+def tree_digest(tree: Path, part: str = "tree") -> str:
+    """Return the digest of the used paths: SHA-256 over a sorted list of file digests and names.
+
+    ``part``: the table of pin.toml that names the paths.
+    """
+    files = [path for used in PIN[part]["paths"] for path in _files(tree / used)]
     lines = sorted(f"{path.relative_to(tree).as_posix()} {file_digest(path)}\n" for path in files)
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
@@ -139,14 +146,17 @@ def compiler_version(compiler: str) -> str:
 
 
 class Flavour:
-    """What to build: patched or not, with which compilers and options."""
+    """What to build: patched or not, libraries or llama-bench, with which compilers and options."""
 
-    def __init__(self, *, patched: bool, cc: str, cxx: str) -> None:
+    def __init__(self, *, patched: bool, cc: str, cxx: str, llama_bench: bool = False) -> None:
         self.patched = patched
+        self.llama_bench = llama_bench
         self.cc = shutil.which(cc) or cc
         self.cxx = shutil.which(cxx) or cxx
         self.patch_digest = patch_digest() if patched else "unpatched"
         self.cmake_args = [*CMAKE_ARGS, *shlex.split(os.environ.get("DGR_LLAMA_CMAKE_ARGS", ""))]
+        if llama_bench:
+            self.cmake_args += LLAMA_BENCH_ARGS
 
     def identity(self) -> dict[str, object]:
         """Return everything that decides what the libraries compute."""
@@ -197,13 +207,13 @@ def fetch_sdist() -> Path:
     return path
 
 
-def unpack(sdist: Path, target: Path) -> None:
-    """Write the regular files under the used paths. (Python 3.11.2, Debian's, has no extraction filters yet.)"""
+def unpack(sdist: Path, target: Path, paths: list[str]) -> None:
+    """Write the regular files under some paths. (Python 3.11.2, Debian's, has no extraction filters yet.)"""
     root = f"{PIN['sdist']['root']}/"
     with tarfile.open(sdist) as archive:
         for member in archive:
             path = PurePosixPath(member.name.removeprefix(root))
-            used = member.name.startswith(root) and path.parts[0] in PIN["tree"]["paths"] and ".." not in path.parts
+            used = member.name.startswith(root) and path.parts[0] in paths and ".." not in path.parts
             content = archive.extractfile(member) if used and member.isfile() else None
             if content is not None:
                 file = target / path
@@ -211,11 +221,12 @@ def unpack(sdist: Path, target: Path) -> None:
                 file.write_bytes(content.read())
 
 
-def copy_used_paths(target: Path) -> None:
-    """Put the used paths of the pristine tree into `target` and check their digest."""
+def copy_used_paths(target: Path, part: str = "tree") -> None:
+    """Put the used paths of the pristine tree into `target` and check their digest; `part` as in `tree_digest`."""
+    paths = PIN[part]["paths"]
     if checkout := os.environ.get("DGR_LLAMA_CPP_SOURCE"):
         origin = f"DGR_LLAMA_CPP_SOURCE ({checkout})"
-        for used in PIN["tree"]["paths"]:
+        for used in paths:
             source = Path(checkout) / used
             if source.is_dir():
                 shutil.copytree(source, target / used, symlinks=True)
@@ -223,9 +234,9 @@ def copy_used_paths(target: Path) -> None:
                 shutil.copy2(source, target / used)
     else:
         origin = PIN["sdist"]["file"]
-        unpack(fetch_sdist(), target)
-    if (found := tree_digest(target)) != PIN["tree"]["sha256"]:
-        raise BuildError(f"the tree of {origin} has digest {found}, the pin says {PIN['tree']['sha256']}")
+        unpack(fetch_sdist(), target, paths)
+    if (found := tree_digest(target, part)) != PIN[part]["sha256"]:
+        raise BuildError(f"the {part} of {origin} has digest {found}, the pin says {PIN[part]['sha256']}")
 
 
 def apply_patches(tree: Path) -> None:
@@ -280,20 +291,29 @@ def build(flavour: Flavour) -> Path:
     with locked(prefix.with_suffix(".lock")):
         if prefix.exists():  # another process has just built it
             return prefix
-        say(f"building {'' if flavour.patched else 'un'}patched {PIN['upstream']['commit'][:9]}, a few minutes, once")
+        what = "llama-bench of " if flavour.llama_bench else ""
+        kind = "patched" if flavour.patched else "unpatched"
+        say(f"building {what}{kind} {PIN['upstream']['commit'][:9]}, a few minutes, once")
         work = Path(tempfile.mkdtemp(prefix=f"{flavour.key}-", dir=prefix.parent))
         try:
             staged = work / "prefix"
             source = staged / "source"  # stays: the shim reads private headers
             source.mkdir(parents=True)
             prepare_source(source, patched=flavour.patched)
+            if flavour.llama_bench:
+                copy_used_paths(source, "llama_bench")
             run(
                 "cmake", "-S", source, "-B", work / "build", "-G", "Ninja", "--log-level=WARNING",
                 f"-DCMAKE_C_COMPILER={flavour.cc}", f"-DCMAKE_CXX_COMPILER={flavour.cxx}",
                 f"-DCMAKE_INSTALL_PREFIX={staged}", *flavour.cmake_args,
             )  # fmt: skip
-            run("cmake", "--build", work / "build", "--target", "llama")
-            run("cmake", "--install", work / "build")
+            run("cmake", "--build", work / "build", "--target", "llama-bench" if flavour.llama_bench else "llama")
+            if flavour.llama_bench:
+                (staged / "bin").mkdir()
+                shutil.copy2(work / "build" / "bin" / "llama-bench", staged / "bin")
+                shutil.rmtree(source)  # nothing is built against it
+            else:
+                run("cmake", "--install", work / "build")
             describe(flavour, staged)
             staged.replace(prefix)
         finally:
@@ -304,6 +324,9 @@ def build(flavour: Flavour) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Build the pinned llama.cpp and print its prefix.")
     parser.add_argument("--unpatched", action="store_true", help="upstream as it is")
+    parser.add_argument(
+        "--llama-bench", action="store_true", help="build upstream's llama-bench instead, unpatched, and print its path"
+    )
     parser.add_argument("--cc", default=os.environ.get("CC") or "cc", help="C compiler")
     parser.add_argument("--cxx", default=os.environ.get("CXX") or "c++", help="C++ compiler")
     parser.add_argument("action", nargs="?", choices=("build", "source", "digest"), default="build")
@@ -311,6 +334,8 @@ def main() -> None:
     options = parser.parse_args()
     if (options.folder is None) != (options.action == "build"):
         parser.error("source and digest take a folder, build takes none")
+    if options.llama_bench and options.action != "build":
+        parser.error("--llama-bench goes with build alone")
     logging.basicConfig(level=logging.ERROR, stream=sys.stderr)  # patch-ng's
     try:
         if options.action == "digest":
@@ -318,6 +343,9 @@ def main() -> None:
         elif options.action == "source":
             options.folder.mkdir(parents=True)
             prepare_source(options.folder, patched=not options.unpatched)
+        elif options.llama_bench:
+            prefix = build(Flavour(patched=False, llama_bench=True, cc=options.cc, cxx=options.cxx))
+            print(prefix / "bin" / "llama-bench")
         else:
             print(build(Flavour(patched=not options.unpatched, cc=options.cc, cxx=options.cxx)))
     except BuildError as error:

@@ -20,7 +20,7 @@ from dgr.model.mtp import refuse_value
 from dgr.model.route import LayerRange, Route, StageRef, parse_split
 from dgr.runtime.pipeline import Pipeline, Timeouts, open_pipeline_on
 from dgr.runtime.shard import Shard, limits_of, open_shard
-from dgr.wire.links import Link, open_link
+from dgr.wire.links import Link, LinkStatistics, open_link
 from dgr.wire.memory import memory_transports
 from dgr.wire.nurseries import open_nursery
 
@@ -51,6 +51,11 @@ class LocalCluster:
     @property
     def shards(self) -> Mapping[str, Shard]:
         return self._shards
+
+    @property
+    def leaving(self) -> Mapping[tuple[str, str], LinkStatistics]:
+        """Counters of the boundary links that are open: (stage, next stage) -> what went over since it was opened."""
+        return {(pair[0].name, pair[1].name): link.statistics() for pair, link in self._boundaries.items()}
 
     async def start(self, name: str, engine: ShardEngine, policy: ShardPolicy | None = None) -> Shard:
         """Start a shard on an engine. The engine is stopped with the shard."""

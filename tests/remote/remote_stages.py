@@ -25,7 +25,7 @@ from dgr.runtime.pipeline import Pipeline, Timeouts, open_pipeline_on
 from dgr.runtime.remote import LinkPolicy, RemoteConnector, StageServer
 from dgr.runtime.shard import Shard, limits_of, open_shard
 from dgr.testing.fake import FakeEngine, FakeModel
-from dgr.testing.relay import Relay, open_relay
+from dgr.testing.waits import until
 from dgr.wire import frames
 from dgr.wire.frames import Denied, Hello, Role, Welcome
 from dgr.wire.handshake import HANDSHAKE_LIMITS, exchange_preamble
@@ -41,13 +41,6 @@ HANG = 20.0
 #: Short, so that a test need not wait; long enough for a busy machine.
 HANDSHAKE = 1.0
 TIMEOUTS = Timeouts(reply=20.0, control=20.0, route=30.0)
-
-
-async def until(condition: Callable[[], object], seconds: float = 20.0) -> None:
-    """Wait for a condition that no event announces."""
-    with trio.fail_after(seconds):
-        while not condition():  # noqa: ASYNC110
-            await trio.sleep(0.002)
 
 
 async def take(generation: Generation, count: int | None = None) -> list[int]:
@@ -260,49 +253,6 @@ class Authority:
 
     def policy(self, *names: str, **options) -> LinkPolicy:
         return LinkPolicy(credentials=self.credentials(*names), **{"handshake": HANDSHAKE, **options})
-
-
-# --- a bad cable ---
-
-
-class Cable:
-    """An address before a stage's own: everything that is dialled there passes a relay. Made by :func:`open_cable`."""
-
-    def __init__(self, target: str, address: str) -> None:
-        self.address = address
-        self.relays: list[Relay] = []
-        self._target = parse_address(target)
-
-    async def join(self, near: trio.SocketStream) -> None:
-        try:
-            far = await trio.open_tcp_stream(*self._target)
-        except OSError:
-            await trio.aclose_forcefully(near)  # as nobody listens there
-            return
-        async with open_relay(near, far) as relay:
-            self.relays.append(relay)
-            await relay.wait_closed()
-            self.relays.remove(relay)
-
-    async def cut(self) -> None:
-        """End every connection there is; new ones find their way."""
-        for relay in list(self.relays):
-            await relay.cut()
-
-    def stall(self) -> None:
-        for relay in self.relays:
-            relay.rightward.stall()
-            relay.leftward.stall()
-
-
-@asynccontextmanager
-async def open_cable(target: str) -> AsyncIterator[Cable]:
-    (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
-    cable = Cable(target, f"127.0.0.1:{listener.socket.getsockname()[1]}")
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(trio.serve_listeners, cable.join, [listener])
-        yield cable
-        nursery.cancel_scope.cancel()
 
 
 # --- peers by hand ---

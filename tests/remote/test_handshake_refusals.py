@@ -31,7 +31,6 @@ from remote_stages import (
     read_to_end,
     reference,
     stage,
-    until,
 )
 
 from dgr.engine.base import Numerics
@@ -41,6 +40,7 @@ from dgr.model.route import LayerRange, Route, StageRef
 from dgr.runtime.pipeline import open_pipeline_on
 from dgr.runtime.remote import LinkPolicy, RemoteConnector
 from dgr.testing.fake import FakeEngine, FakeModel
+from dgr.testing.waits import until
 from dgr.wire import frames
 from dgr.wire.frames import Boundary, Denied, Fence, Hello, Key, Refusal, Refused, Role, Welcome
 from dgr.wire.framing import encode

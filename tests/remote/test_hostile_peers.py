@@ -29,18 +29,18 @@ from remote_stages import (
     denied,
     failure,
     greeted,
-    open_cable,
     open_hosts,
     read_to_end,
     reference,
     stage,
-    until,
 )
 
 from dgr.errors import DgrError, FrameError, LinkBroken
 from dgr.model.route import Route, StageRef
 from dgr.runtime.pipeline import open_pipeline_on
 from dgr.runtime.remote import LinkPolicy
+from dgr.testing.cables import open_cable
+from dgr.testing.waits import until
 from dgr.wire import frames
 from dgr.wire.frames import Key, Ping, Welcome
 from dgr.wire.framing import Framer, Limits, encode

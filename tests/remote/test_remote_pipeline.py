@@ -23,13 +23,11 @@ from remote_stages import (
     greeted,
     held,
     next_event,
-    open_cable,
     open_hosts,
     reference,
     seen,
     stage,
     take,
-    until,
 )
 
 from dgr.engine.base import EngineDescription
@@ -40,7 +38,9 @@ from dgr.runtime.events import RePrefilled, RouteChanged, RouteDown
 from dgr.runtime.pipeline import Timeouts, open_pipeline_on
 from dgr.runtime.remote import LinkPolicy
 from dgr.runtime.states import EpochState
+from dgr.testing.cables import open_cable
 from dgr.testing.fake import FakeEngine
+from dgr.testing.waits import until
 from dgr.wire import frames
 from dgr.wire.frames import Fence, Ping, Welcome
 from dgr.wire.links import Link

@@ -6,25 +6,14 @@ import os
 import signal
 import socket
 import subprocess
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 import trio
 from attrs import evolve, field, frozen
-from remote_stages import answer_of, next_event, seen, take, until
-from stage_processes import (
-    BEAT,
-    START,
-    Program,
-    free_ports,
-    is_gone,
-    open_cables,
-    open_program,
-    open_stage,
-    open_up,
-    write_route,
-)
+from remote_stages import answer_of, next_event, seen, take
 
 import dgr
 from dgr.cli.keys import make_keys
@@ -35,6 +24,9 @@ from dgr.runtime.doctor import examine
 from dgr.runtime.events import RePrefilled, RouteDown
 from dgr.runtime.pipeline import Pipeline, Timeouts, open_pipeline_on
 from dgr.runtime.remote import LinkPolicy, RemoteConnector
+from dgr.testing.cables import open_cables
+from dgr.testing.processes import START, Program, free_ports, is_gone, open_program, open_up, write_route
+from dgr.testing.waits import until
 from dgr.wire.tcp import Credentials
 
 SPLIT = "0:2", "2:5", "5:7"
@@ -43,6 +35,8 @@ CONTEXT = {"n_ctx": 512, "n_batch": 32, "n_ubatch": 32}
 LONG = 256
 #: Tokens of an answer, and the one at which things happen: "token n".
 ANSWER, LATE = 12, 7
+#: Seconds of a link's heartbeat; three are the time within which silence is noticed.
+BEAT = 0.25
 POLICY = LinkPolicy(heartbeat=BEAT)
 #: Seconds beside three heartbeats that a busy machine may take to tell of a loss.
 SLACK = 2.0
@@ -262,6 +256,14 @@ async def test_a_stage_that_does_not_come_back_fails_its_own_requests_only(small
             assert both.stages[1].address in str(caught.value)
             assert await take(theirs) == expected(16)[4:]
         assert await tail.wait() == -signal.SIGKILL
+
+
+@asynccontextmanager
+async def open_stage(model: Path, layers: str) -> AsyncIterator[Program]:
+    """`dgr stage`; :meth:`Program.first_line` tells when it is ready."""
+    flags = "--ctx", "512", "--batch", "32", "--ubatch", "32", "--json"
+    async with open_program("stage", str(model), "--layers", layers, "--listen", "127.0.0.1:0", *flags) as program:
+        yield program
 
 
 async def ref_of(program: Program) -> StageRef:

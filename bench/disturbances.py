@@ -1,0 +1,374 @@
+"""One case of a drill: stages as processes, a cable before each, and something that happens to one of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Literal
+
+import msgspec
+import psutil
+import trio
+from attrs import frozen
+
+from dgr import ClientSession, Generation, LinkPolicy, Pipeline, Timeouts, open_pipeline, open_pipeline_on
+from dgr.engine.base import ContextParams
+from dgr.errors import DeadlineExceeded, DgrError
+from dgr.model.route_file import RouteFile
+from dgr.runtime.events import Event, RePrefilled, RouteChanged, RouteDown, StateLost
+from dgr.runtime.remote import RemoteConnector
+from dgr.testing.cables import Cable, open_cables
+from dgr.testing.chain import some_tokens
+from dgr.testing.processes import Program, is_gone, open_up, write_route
+from dgr.testing.waits import until
+from dgr.wire.nurseries import open_nursery
+
+__all__ = [
+    "ACTS",
+    "MOMENTS",
+    "Act",
+    "Case",
+    "Moment",
+    "Outcome",
+    "Setting",
+    "Stand",
+    "Strike",
+    "open_stand",
+    "run_case",
+    "survivors",
+    "undisturbed",
+]
+
+Act = Literal["kill", "cut", "stall", "slow"]
+ACTS: tuple[Act, ...] = ("kill", "cut", "stall", "slow")
+Moment = Literal["prefill", "token 1", "token n", "cancel", "twice"]
+MOMENTS: tuple[Moment, ...] = ("prefill", "token 1", "token n", "cancel", "twice")
+
+#: Seconds after which a case hangs; its own waits end earlier.
+_HANG = 180.0
+#: Seconds that a process has to be gone when everything was told to end.
+_GONE = 5.0
+#: Tokens of usual speed between two times of slowness.
+_BETWEEN = 2
+
+
+class Setting(msgspec.Struct, frozen=True, kw_only=True):
+    """What all cases share."""
+
+    #: Layer ranges ``A:B``, head first.
+    split: tuple[str, ...]
+    n_vocab: int
+    #: Tokens of the first prompt, of the next turn's, of a prefill chunk.
+    prompt: int = 320
+    next_prompt: int = 24
+    chunk: int = 32
+    #: Tokens of an answer, and the one that is "token n".
+    answer: int = 24
+    late: int = 7
+    #: Milliseconds that ``slow`` adds each way in one cable, and tokens after which it ends.
+    delay_ms: float = 20.0
+    slow_tokens: int = 6
+    #: Seconds of the links' heartbeat; a peer silent for three is given up.
+    heartbeat: float = 0.25
+
+    @property
+    def n_ctx(self) -> int:
+        """Tokens that the stages' context holds."""
+        return self.prompt + self.next_prompt + 2 * self.answer
+
+    def tokens(self, turn: int) -> list[int]:
+        """The prompt of a turn, counted from 0."""
+        return some_tokens((self.prompt, self.next_prompt)[turn], self.n_vocab, seed=turn)
+
+    def stage_name(self, index: int) -> str:
+        """``head``, ``middle`` (numbered where there are several), ``tail``."""
+        last = len(self.split) - 1
+        if index in (0, last):
+            return "tail" if index else "head"
+        return "middle" if last == 2 else f"middle {index}"
+
+
+class Case(msgspec.Struct, frozen=True, kw_only=True):
+    """What happens, to which stage, and when."""
+
+    act: Act
+    #: Index of the stage; the cable is the one before it.
+    stage: int
+    moment: Moment
+
+    def name(self, setting: Setting) -> str:
+        """As the unit is called: ``kill/head/token 1``."""
+        return f"{self.act}/{setting.stage_name(self.stage)}/{self.moment}"
+
+    def received(self, setting: Setting) -> int:
+        """Tokens of the answer that were received when it happens."""
+        return {"prefill": 0, "token 1": 1}.get(self.moment, setting.late)
+
+
+class Strike(msgspec.Struct, kw_only=True):
+    """One time that it happened."""
+
+    #: Tokens that every stage had committed, and tokens of the answer received, at that time.
+    committed: int
+    received: int
+    #: Seconds from the act to the pipeline's StateLost or RouteDown; None: there was none.
+    detected: float | None = None
+    #: Why, as the pipeline tells it.
+    why: str = ""
+    #: Seconds from the act to the next token.
+    recovered: float | None = None
+
+
+class Outcome(msgspec.Struct, kw_only=True):
+    """What came of a case."""
+
+    #: Type and message of the error that it ended with; empty when it ended well.
+    error: str = ""
+    #: Token ids of the answer; of one that was cancelled, those before.
+    answer: list[int] = []
+    #: Token ids of the turn that follows a cancelled one.
+    next_answer: list[int] = []
+    strikes: list[Strike] = []
+    #: StateLost events.
+    losses: int = 0
+    #: Tokens of each re-prefill that was finished.
+    reprefilled: list[int] = []
+    #: Seconds of each token asked for while the cable was slow, and of each that was asked for while it was not; the
+    #: first of an answer is not among them.
+    slow: list[float] = []
+    usual: list[float] = []
+    #: Sessions and bytes of state that the stages still held after the session was closed.
+    left_sessions: int = 0
+    left_bytes: int = 0
+    #: Exit code of ``dgr up``, told to end.
+    exit_code: int | None = None
+    #: Stage processes there ever were, and those that were not gone when ``dgr up`` was.
+    processes: int = 0
+    left_processes: list[int] = []
+
+
+@frozen
+class Stand:
+    """Stages as processes, a cable before each, and a pipeline along the cables."""
+
+    file: RouteFile
+    up: Program
+    cables: list[Cable]
+    pipeline: Pipeline
+
+
+@asynccontextmanager
+async def open_stand(model: Path, setting: Setting, outcome: Outcome) -> AsyncIterator[Stand]:
+    """Start everything; on the way out, write down in ``outcome`` what was left of it, and end that too."""
+    beat = str(setting.heartbeat)
+    with TemporaryDirectory(prefix="dgr-drill-") as folder:
+        file = write_route(
+            Path(folder) / "route.toml",
+            model,
+            setting.split,
+            n_ctx=setting.n_ctx,
+            n_batch=setting.chunk,
+            n_ubatch=setting.chunk,
+        )
+        async with open_up(file, "--sessions", "1", "--heartbeat", beat) as up:
+            async with (
+                open_cables(file.route) as (route, cables),
+                open_pipeline_on(
+                    RemoteConnector(LinkPolicy(heartbeat=setting.heartbeat)),
+                    route,
+                    chunk=setting.chunk,
+                    timeouts=Timeouts(reply=60.0, control=30.0, route=60.0),
+                ) as pipeline,
+            ):
+                yield Stand(file, up, cables, pipeline)
+                fenced = await _fence(pipeline)
+                outcome.left_sessions, outcome.left_bytes = fenced.sessions_dropped, fenced.bytes_released
+            pids = {*up.stage_pids(), *(child.pid for child in psutil.Process(up.pid).children(recursive=True))}
+            outcome.processes = len(pids)
+            outcome.exit_code = await up.stop()
+            outcome.left_processes = await survivors(pids, _GONE)
+
+
+async def _fence(pipeline: Pipeline) -> RouteChanged:
+    """What a new epoch makes the stages drop: nothing, when no session is open."""
+    events = pipeline.events()
+    await pipeline.change_route(pipeline.route)
+    async for event in events:
+        if isinstance(event, RouteChanged):
+            return event
+    raise AssertionError("a change of route is always told")
+
+
+async def survivors(pids: Sequence[int] | set[int], seconds: float) -> list[int]:
+    """The processes that are not gone after ``seconds``."""
+    try:
+        await until(lambda: all(map(is_gone, pids)), seconds)
+    except DeadlineExceeded:
+        return sorted(pid for pid in pids if not is_gone(pid))
+    return []
+
+
+async def undisturbed(model: Path, setting: Setting) -> tuple[list[int], list[int]]:
+    """What the whole model in this process answers to the first prompt, and to the next one after ``late`` tokens."""
+    context = ContextParams(n_ctx=setting.n_ctx, n_batch=setting.chunk, n_ubatch=setting.chunk)
+    async with open_pipeline(model, context=context, chunk=setting.chunk) as pipeline:
+        async with pipeline.session() as session:
+            answer = await _take(session.generate(setting.tokens(0), max_tokens=setting.answer, stop=()))
+        async with pipeline.session() as session:
+            transcript = [*setting.tokens(0), *answer[: setting.late], *setting.tokens(1)]
+            return answer, await _take(session.generate(transcript, max_tokens=setting.answer, stop=()))
+
+
+async def run_case(case: Case, model: Path, setting: Setting) -> Outcome:
+    """Run a case with processes of its own. An error is part of the outcome."""
+    outcome = Outcome()
+    try:
+        with trio.move_on_after(_HANG) as patience:
+            async with open_stand(model, setting, outcome) as stand, stand.pipeline.session() as session:
+                told = stand.pipeline.events()
+                kind = _Slowness if case.act == "slow" else _Loss
+                await kind(case, setting, stand, session, outcome).run()
+                events = _so_far(told)
+                outcome.losses = sum(isinstance(event, StateLost) for event in events)
+                outcome.reprefilled = [event.tokens for event in events if isinstance(event, RePrefilled)]
+        if patience.cancelled_caught:
+            outcome.error = f"DeadlineExceeded: the case had not ended after {_HANG:g} s"
+    except (DgrError, OSError, trio.TooSlowError, ExceptionGroup) as error:
+        outcome.error = f"{type(error).__name__}: {error}"
+    return outcome
+
+
+def _so_far(events: trio.MemoryReceiveChannel[Event]) -> list[Event]:
+    found: list[Event] = []
+    while True:
+        try:
+            found.append(events.receive_nowait())
+        except (trio.WouldBlock, trio.EndOfChannel):
+            return found
+
+
+async def _take(generation: Generation) -> list[int]:
+    """The ids of all tokens that are left."""
+    return [token.id async for token in generation]
+
+
+class _Run:
+    """A case under way: reach the moment, strike, go on to the end of the answer."""
+
+    def __init__(self, case: Case, setting: Setting, stand: Stand, session: ClientSession, outcome: Outcome) -> None:
+        self.case, self.setting, self.stand, self.session, self.outcome = case, setting, stand, session, outcome
+        self.cable = stand.cables[case.stage]
+        self.events = stand.pipeline.events()
+        self.struck = 0.0
+        #: Where the ids of the present answer go.
+        self.ids = outcome.answer
+
+    async def run(self) -> None:
+        case, setting, usual = self.case, self.setting, self.outcome.usual
+        answer = self.session.generate(setting.tokens(0), max_tokens=setting.answer, stop=())
+        await self.receive(answer, case.received(setting), usual)
+        async with open_nursery() as nursery:
+            with trio.CancelScope() as scope:
+                nursery.start_soon(self._strike_in_time, scope)
+                await self.receive(answer, 1, [])  # it is asked for while that happens
+        if case.moment == "cancel":
+            answer = self.session.generate(setting.tokens(1), max_tokens=setting.answer, stop=())
+            self.ids = self.outcome.next_answer
+            await self.receive(answer, 1, [])
+        await self.go_on(answer)
+
+    async def receive(self, answer: Generation, count: int | None, times: list[float]) -> None:
+        """Receive ``count`` tokens, or all that are left; the seconds of each, but for the first of an answer."""
+        while count is None or count > 0:
+            began = trio.current_time()
+            try:
+                token = await anext(answer)
+            except StopAsyncIteration:
+                return
+            now = trio.current_time()
+            if self.ids:
+                times.append(now - began)
+            if self.outcome.strikes and self.outcome.strikes[-1].recovered is None:
+                self.outcome.strikes[-1].recovered = now - self.struck
+            self.ids.append(token.id)
+            count = None if count is None else count - 1
+
+    async def strike(self) -> None:
+        """What happens, and what follows once it was noticed."""
+        raise NotImplementedError
+
+    async def go_on(self, answer: Generation) -> None:
+        """Receive the rest of the answer."""
+        await self.receive(answer, None, self.outcome.usual)
+
+    async def _strike_in_time(self, asking: trio.CancelScope) -> None:
+        if self.case.moment == "prefill":
+            await until(lambda: self.session.committed > 0, what="the first chunk")
+        else:
+            while not self.session.in_flight:  # it is a matter of microseconds, and no answer may come first
+                await trio.lowlevel.checkpoint()
+        if self.case.moment == "cancel":
+            asking.cancel()
+        await self.strike()
+
+    def note(self) -> Strike:
+        """Write down that it happens now."""
+        received = len(self.session.transcript) - self.setting.prompt
+        strike = Strike(committed=self.session.committed, received=received)
+        self.outcome.strikes.append(strike)
+        self.struck = trio.current_time()
+        return strike
+
+
+class _Loss(_Run):
+    """A stage, or its cable, is gone; the pipeline notices."""
+
+    async def strike(self) -> None:
+        await self._lose()
+        if self.case.moment == "twice":
+            await until(lambda: self.session.committed > 0, _HANG, "the first chunk of the re-prefill")
+            await self._lose()
+
+    async def _lose(self) -> None:
+        address = self.stand.file.route.stages[self.case.stage].address
+        pid = self.stand.up.events(address, "ready")[-1]["pid"]
+        _so_far(self.events)
+        strike = self.note()
+        match self.case.act:
+            case "kill":
+                os.kill(pid, signal.SIGKILL)
+            case "stall":
+                os.kill(pid, signal.SIGSTOP)
+            case _:
+                await self.cable.cut()
+        async for event in self.events:
+            if isinstance(event, StateLost | RouteDown):
+                strike.detected = trio.current_time() - self.struck
+                strike.why = event.reason if isinstance(event, StateLost) else event.why
+                break
+        if self.case.act == "stall":
+            os.kill(pid, signal.SIGCONT)
+
+
+class _Slowness(_Run):
+    """A cable is slow for some tokens; nobody is lost."""
+
+    async def strike(self) -> None:
+        self.note()
+        self.cable.delay = self.setting.delay_ms / 1e3
+
+    async def go_on(self, answer: Generation) -> None:
+        await self._mend_after_a_while(answer)
+        if self.case.moment == "twice":
+            await self.receive(answer, _BETWEEN, self.outcome.usual)
+            await self.strike()
+            await self._mend_after_a_while(answer)
+        await super().go_on(answer)
+
+    async def _mend_after_a_while(self, answer: Generation) -> None:
+        await self.receive(answer, self.setting.slow_tokens, self.outcome.slow)
+        self.cable.delay = 0.0

@@ -1,0 +1,2 @@
+def run(args: object) -> int:
+    raise NotImplementedError
