@@ -112,11 +112,14 @@ def _ms(seconds: float | None) -> str:
 
 def _slopes(slopes: Mapping[str, float | None]) -> str:
     split, whole = slopes["split_s_per_1000"], slopes["whole_s_per_1000"]
-    text = f"A decode step grows by {_ms(split)} ms for each thousand tokens of context through the stages"
-    if whole is None or split is None:
+    if split is None:
+        return "No slope: it takes two lengths of 500 tokens or more."
+    text = f"A decode step grows by {1e3 * split:.2f} ms for each thousand tokens of context through the stages"
+    if whole is None:
         return text + "."
     return (
-        text + f", by {_ms(whole)} ms in the whole model (least squares over the medians; ratio {split / whole:.2f})."
+        text
+        + f", by {1e3 * whole:.2f} ms in the whole model (least squares over the medians; ratio {split / whole:.2f})."
     )
 
 

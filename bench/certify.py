@@ -28,7 +28,6 @@ import msgspec
 import trio
 from attrs import evolve, field, frozen
 
-from bench import mutants
 from bench.certificate import write_certificate
 from bench.checks import verdicts
 from bench.figures import figures_of, rows_file
@@ -39,14 +38,15 @@ from bench.progress import Progress
 from bench.refusals import FOREIGN, REFUSALS_CONTEXT, Act, refusals
 from bench.results import Journal, Result
 from bench.subjects import PATIENCE, Bare, Stages, Wrap, open_bare, open_stages
-from dgr import Artifact, DgrError, LayerRange, LinkPolicy, LlamaEngine, ShardEngine, open_route
+from dgr import Artifact, DgrError, LayerRange, LinkPolicy, LlamaEngine, Numerics, ShardEngine, open_route
 from dgr.cli.options import add_link_arguments, link_policy_of
 from dgr.errors import InputError
 from dgr.model.route import parse_split
 from dgr.model.route_file import RouteFile, read_route_file
+from dgr.model.state_map import ContextShape
 from dgr.testing.models import cached_fixture
 
-__all__ = ["Job", "certify", "register"]
+__all__ = ["Job", "certify", "job_of", "measure", "register"]
 
 #: A run on several threads that takes this many times as long as one thread has no core to itself: ggml's threads spin.
 _BUSY = 5.0
@@ -63,8 +63,6 @@ class Job:
     #: Stages in other processes; None: stages in this one.
     route: RouteFile | None = None
     policy: LinkPolicy | None = None
-    #: Another model, for the refusal of a wrong artifact; made when it is None.
-    foreign: Path | None = None
     #: What mutants stand in for: stages, and the whole model by its threads.
     wrap: Wrap | None = None
     wrap_whole: Callable[[int], Wrap] | None = None
@@ -73,13 +71,18 @@ class Job:
     #: Further facts for the result, of the real-model lane.
     facts: dict[str, Any] = field(factory=dict)
 
+    @property
+    def in_process(self) -> bool:
+        return self.route is None
+
     def subject(self) -> dict[str, Any]:
         """What a result says of it."""
         return {
             "model": self.artifact.file.path.name,
             "artifact": self.artifact.identity,
             "split": ",".join(map(str, self.ranges)),
-            "stages": "in one process" if self.route is None else ", ".join(r.address for r in self.route.route.stages),
+            "in_process": self.in_process,
+            "stages": [] if self.route is None else [ref.address for ref in self.route.route.stages],
             "hyper_parameters": msgspec.to_builtins(self.artifact.hp),
             **self.facts,
         }
@@ -103,10 +106,12 @@ class _Group:
 class _Certificate:
     """A job under way."""
 
-    def __init__(self, job: Job, journal: Journal) -> None:
+    def __init__(self, job: Job, journal: Journal | None) -> None:
         self.job = job
         self.profile = job.profile
-        self.journal = journal
+        self._journal = journal
+        #: Raw units by name: what the journal had, and what is measured.
+        self.units: dict[str, dict[str, Any]] = {} if journal is None else dict(journal.result.units)
         self.n_vocab = job.artifact.hp.n_vocab
 
     # --- what there is to do ---
@@ -118,8 +123,8 @@ class _Certificate:
         yield _Group(self._open_stages, list(self._stage_units()))
         for threads in profile.threads if profile.whole else ():
             yield self._whole(threads)
-        if self.job.route is None:
-            contexts = sorted({min(profile.n_ctx, max(256, length)) for length in profile.lengths} | {profile.n_ctx})
+        if self.job.in_process:
+            contexts = sorted({ContextShape(n_tokens).n_ctx_seq for n_tokens in (*profile.lengths, profile.n_ctx)})
             yield _Group(
                 nullcontext, [_Unit(f"memory/{n_ctx}", 500, partial(self._memory, n_ctx)) for n_ctx in contexts]
             )
@@ -153,7 +158,7 @@ class _Certificate:
         return run
 
     def _patience(self, length: int) -> float:
-        whole = self.journal.get(f"whole/{length}")
+        whole = self.units.get(f"whole/{length}")
         took = 0.0 if whole is None else whole["first_token_s"] + sum(whole["token_s"])
         return _BUSY_SECONDS + _BUSY * took
 
@@ -169,7 +174,7 @@ class _Certificate:
                     yield _Unit(f"{variant}/{length}", weight, partial(self._piped, variant, length, chunk, disturbed))
         for during in ("prefill", "decode") if profile.cancels else ():
             yield _Unit(f"cancel/{during}", profile.cancels * profile.cancel_length, partial(self._cancel, during))
-        if self.job.route is None:
+        if self.job.in_process:
             yield _Unit("clean-up", profile.cancel_length, self._clean_up)
 
     async def _piped(self, variant: str, length: int, chunk: int, disturbed: bool, stages: Stages) -> LengthRun:
@@ -182,10 +187,7 @@ class _Certificate:
         return run
 
     async def _cancel(self, during: str, stages: Stages) -> dict[str, Any]:
-        try:
-            return {"cancellations": await cancellations(stages, self.profile, self.n_vocab, during)}
-        except DgrError as error:
-            return {"cancellations": [], "error": f"{type(error).__name__}: {error}"}
+        return {"cancellations": await cancellations(stages, self.profile, self.n_vocab, during)}
 
     async def _clean_up(self, stages: Stages) -> CleanUp:
         return await clean_up(stages, self.profile, self.n_vocab)
@@ -199,8 +201,8 @@ class _Certificate:
 
     def _keep(self, run: LengthRun, rows: bytes) -> None:
         """Rows of logits are kept where distances will be asked for."""
-        if self.profile.numerics == "native":
-            path = rows_file(self.journal.folder, run.variant, run.length)
+        if self.profile.numerics is not Numerics.EXACT and self._journal is not None:
+            path = rows_file(self._journal.folder, run.variant, run.length)
             path.parent.mkdir(exist_ok=True)
             path.write_bytes(rows)
 
@@ -228,7 +230,9 @@ class _Certificate:
         job = self.job
         ranges = job.ranges if len(job.ranges) > 1 else halves(job.ranges[0])
         context = evolve(self.profile.context, n_ctx=REFUSALS_CONTEXT, n_batch=64, n_ubatch=64, n_seq_max=2)
-        foreign = job.foreign or await trio.to_thread.run_sync(partial(cached_fixture, "mixed", preset="min", seed=1))
+        foreign: Path = job.foreign or await trio.to_thread.run_sync(
+            partial(cached_fixture, "mixed", preset="min", seed=1)
+        )
         async with open_stages(job.artifact, ranges, context, job.wrap) as stages:
             assert stages.cluster is not None
             other = await trio.to_thread.run_sync(partial(LlamaEngine, foreign, ranges[-1], context))
@@ -237,7 +241,8 @@ class _Certificate:
 
     # --- doing it ---
 
-    async def run(self) -> Result:
+    async def measure(self) -> None:
+        """Measure every unit that is not there yet."""
         groups = list(self.groups())
         total = sum(unit.weight for group in groups for unit in group.units)
         with Progress(f"certify {self.profile.name}", total) as progress:
@@ -249,17 +254,19 @@ class _Certificate:
                 async with group.open() as subject:
                     for unit in pending:
                         progress.begin(unit.name)
-                        raw = await unit.measure(subject)
-                        self.journal.put(unit.name, raw)
+                        try:
+                            raw = await unit.measure(subject)
+                        except DgrError as error:
+                            raw = {"error": f"{type(error).__name__}: {error}"}
+                        self._put(unit.name, raw)
                         progress.done(unit.weight)
-        units = self.journal.result.units
-        subject = self.journal.result.subject
-        figures = figures_of(self.profile, subject, units, self.journal.folder)
-        return self.journal.finish(figures, verdicts(self.profile, subject, units))
+
+    def _put(self, name: str, raw: Any) -> None:
+        self.units[name] = msgspec.to_builtins(raw) if self._journal is None else self._journal.put(name, raw)
 
     def _is_done(self, unit: _Unit) -> bool:
         """Whether a unit was measured; what ended in an error is tried again."""
-        found = self.journal.get(unit.name)
+        found = self.units.get(unit.name)
         return found is not None and not found.get("error")
 
 
@@ -277,7 +284,17 @@ def halves(layers: LayerRange) -> tuple[LayerRange, ...]:
 async def certify(job: Job, folder: Path, command: str, *, fresh: bool = False) -> Result:
     """Measure what is not measured yet, and judge."""
     journal = Journal.open(folder, "certify", msgspec.to_builtins(job.profile), job.subject(), command, fresh=fresh)
-    return await _Certificate(job, journal).run()
+    await _Certificate(job, journal).measure()
+    units, subject = journal.result.units, journal.result.subject
+    figures = figures_of(job.profile, subject, units, folder)
+    return journal.finish(figures, verdicts(job.profile, subject, units))
+
+
+async def measure(job: Job) -> dict[str, dict[str, Any]]:
+    """The raw units of a job, kept nowhere."""
+    certificate = _Certificate(job, None)
+    await certificate.measure()
+    return certificate.units
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
@@ -322,6 +339,8 @@ def job_of(args: argparse.Namespace) -> Job:
 
 def run(args: argparse.Namespace) -> int:
     if args.selftest:
+        from bench import mutants  # they are made of certificates
+
         return mutants.run(args)
     job = job_of(args)
     result = trio.run(lambda: certify(job, args.out, args.command_line, fresh=args.fresh))

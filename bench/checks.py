@@ -34,16 +34,12 @@ class Raw:
         self.units = units
         #: By (variant, length).
         self.runs: dict[tuple[str, int], LengthRun] = {}
-        for name, unit in units.items():
+        #: Whether the stages ran in the process that measured.
+        self.in_process = bool(subject["in_process"])
+        for unit in units.values():
             if "variant" in unit:
                 run = msgspec.convert(unit, LengthRun)
                 self.runs[run.variant, run.length] = run
-            del name
-
-    @property
-    def in_process(self) -> bool:
-        """Whether the stages ran in the process that measured."""
-        return "clean-up" in self.units
 
     def of(self, variant: str) -> Iterator[LengthRun]:
         return (run for (name, _), run in self.runs.items() if name == variant)
@@ -68,18 +64,19 @@ class Raw:
         return msgspec.convert(self.units.get(f"cancel/{during}", {}).get("cancellations", []), list[Cancellation])
 
     def clean_up(self) -> CleanUp | None:
-        return msgspec.convert(self.units["clean-up"], CleanUp) if "clean-up" in self.units else None
+        return next((msgspec.convert(unit, CleanUp) for unit in self._measured("clean-up")), None)
 
     def memory(self) -> list[MemoryAt]:
-        found = [msgspec.convert(unit, MemoryAt) for name, unit in self.units.items() if name.startswith("memory/")]
-        return sorted(found, key=lambda one: one.n_ctx)
+        return sorted(
+            (msgspec.convert(unit, MemoryAt) for unit in self._measured("memory/")), key=lambda one: one.n_ctx
+        )
 
     def refusals(self) -> list[list[Refusal]]:
-        return [
-            msgspec.convert(unit["refusals"], list[Refusal])
-            for name, unit in self.units.items()
-            if name.startswith("refusals/")
-        ]
+        return [msgspec.convert(unit["refusals"], list[Refusal]) for unit in self._measured("refusals/")]
+
+    def _measured(self, prefix: str) -> Iterator[Mapping[str, Any]]:
+        """Units whose names begin so, but for those that ended in an error."""
+        return (unit for name, unit in self.units.items() if name.startswith(prefix) and not unit.get("error"))
 
     def shape(self, n_ctx: int | None = None) -> ContextShape:
         profile = self.profile
@@ -170,6 +167,9 @@ def _finished(raw: Raw) -> Check:
             tally.same(f"{variant}/{length}, losses", len(run.lost), 1)
         else:
             tally.hold(not run.lost, f"{variant}/{length} lost its state: {', '.join(run.lost)}")
+    for name, unit in raw.units.items():
+        if "variant" not in unit:
+            tally.hold(not unit.get("error"), f"{name}: {unit.get('error')}")
     return tally.check()
 
 

@@ -29,11 +29,13 @@ from dgr.wire.nurseries import open_nursery
 
 __all__ = [
     "ACTS",
+    "HEARTBEAT",
     "MOMENTS",
     "Act",
     "Case",
     "Moment",
     "Outcome",
+    "Remains",
     "Setting",
     "Stand",
     "Strike",
@@ -48,6 +50,8 @@ ACTS: tuple[Act, ...] = ("kill", "cut", "stall", "slow")
 Moment = Literal["prefill", "token 1", "token n", "cancel", "twice"]
 MOMENTS: tuple[Moment, ...] = ("prefill", "token 1", "token n", "cancel", "twice")
 
+#: Seconds of the links' heartbeat: short, so that a drill does not last.
+HEARTBEAT = 0.25
 #: Seconds after which a case hangs; its own waits end earlier.
 _HANG = 180.0
 #: Seconds that a process has to be gone when everything was told to end.
@@ -73,7 +77,7 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
     delay_ms: float = 20.0
     slow_tokens: int = 6
     #: Seconds of the links' heartbeat; a peer silent for three is given up.
-    heartbeat: float = 0.25
+    heartbeat: float = HEARTBEAT
 
     @property
     def n_ctx(self) -> int:
@@ -123,6 +127,19 @@ class Strike(msgspec.Struct, kw_only=True):
     recovered: float | None = None
 
 
+class Remains(msgspec.Struct, kw_only=True):
+    """What was left when everything was told to end."""
+
+    #: Sessions and bytes of state that the stages still held after the session was closed.
+    sessions: int = 0
+    bytes: int = 0
+    #: Exit code of ``dgr up``.
+    exit_code: int | None = None
+    #: Stage processes there ever were, and the ids of those that were not gone when ``dgr up`` was.
+    seen: int = 0
+    processes: list[int] = []
+
+
 class Outcome(msgspec.Struct, kw_only=True):
     """What came of a case."""
 
@@ -141,14 +158,7 @@ class Outcome(msgspec.Struct, kw_only=True):
     #: first of an answer is not among them.
     slow: list[float] = []
     usual: list[float] = []
-    #: Sessions and bytes of state that the stages still held after the session was closed.
-    left_sessions: int = 0
-    left_bytes: int = 0
-    #: Exit code of ``dgr up``, told to end.
-    exit_code: int | None = None
-    #: Stage processes there ever were, and those that were not gone when ``dgr up`` was.
-    processes: int = 0
-    left_processes: list[int] = []
+    remains: Remains = msgspec.field(default_factory=Remains)
 
 
 @frozen
@@ -162,8 +172,8 @@ class Stand:
 
 
 @asynccontextmanager
-async def open_stand(model: Path, setting: Setting, outcome: Outcome) -> AsyncIterator[Stand]:
-    """Start everything; on the way out, write down in ``outcome`` what was left of it, and end that too."""
+async def open_stand(model: Path, setting: Setting, remains: Remains) -> AsyncIterator[Stand]:
+    """Start everything; on the way out, write down what remained, and end that too."""
     beat = str(setting.heartbeat)
     with TemporaryDirectory(prefix="dgr-drill-") as folder:
         file = write_route(
@@ -186,11 +196,11 @@ async def open_stand(model: Path, setting: Setting, outcome: Outcome) -> AsyncIt
             ):
                 yield Stand(file, up, cables, pipeline)
                 fenced = await _fence(pipeline)
-                outcome.left_sessions, outcome.left_bytes = fenced.sessions_dropped, fenced.bytes_released
+                remains.sessions, remains.bytes = fenced.sessions_dropped, fenced.bytes_released
             pids = {*up.stage_pids(), *(child.pid for child in psutil.Process(up.pid).children(recursive=True))}
-            outcome.processes = len(pids)
-            outcome.exit_code = await up.stop()
-            outcome.left_processes = await survivors(pids, _GONE)
+            remains.seen = len(pids)
+            remains.exit_code = await up.stop()
+            remains.processes = await survivors(pids, _GONE)
 
 
 async def _fence(pipeline: Pipeline) -> RouteChanged:
@@ -228,7 +238,7 @@ async def run_case(case: Case, model: Path, setting: Setting) -> Outcome:
     outcome = Outcome()
     try:
         with trio.move_on_after(_HANG) as patience:
-            async with open_stand(model, setting, outcome) as stand, stand.pipeline.session() as session:
+            async with open_stand(model, setting, outcome.remains) as stand, stand.pipeline.session() as session:
                 told = stand.pipeline.events()
                 kind = _Slowness if case.act == "slow" else _Loss
                 await kind(case, setting, stand, session, outcome).run()

@@ -16,6 +16,9 @@ from dgr.model.state_map import expected_frontier, state_map
 
 __all__ = ["figures_of", "percentile", "rows_file", "slope"]
 
+#: Shorter contexts say nothing of the slope: steps differ by less than the machine's noise.
+_SLOPE_FROM = 500
+
 
 def rows_file(folder: Path, variant: str, length: int) -> Path:
     """Where the rows of logits of a run are kept, when distances will be asked for."""
@@ -110,7 +113,7 @@ def _slopes(raw: Raw) -> dict[str, float | None]:
     """Seconds per token that each thousand tokens of context add to a decode step."""
     found: dict[str, float | None] = {}
     for variant in ("split", "whole"):
-        points = [(run.length / 1000, median(run.token_s)) for run in raw.of(variant) if run.token_s]
+        points = [(run.length / 1000, median(run.token_s)) for run in raw.of(variant) if run.length >= _SLOPE_FROM]
         found[f"{variant}_s_per_1000"] = slope(points)
     return found
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import trio
-from attrs import frozen
+from attrs import asdict, frozen
 
 from bench import hops, reports
 from bench.environment import available_cpus
@@ -132,7 +132,7 @@ def comparisons(model: Path, locked: Mapping[str, Any], llama_bench: Path) -> li
         @asynccontextmanager
         async def sides() -> AsyncIterator[tuple[Timed, Timed]]:
             with tempfile.TemporaryDirectory() as folder:
-                settings = {"n_ctx": native.n_ctx, "numerics": native.numerics.value, **locked["settings"]}
+                settings = asdict(native) | {"numerics": native.numerics.value}
                 file = write_route(Path(folder) / "route.toml", model, locked["split"], **settings)
                 async with open_up(file), open_route(file) as two, open_pipeline(model, context=native) as whole:
                     yield _runs(two, "decode", tokens), _runs(whole, "decode", tokens)

@@ -17,9 +17,10 @@ from attrs import evolve
 
 from bench.subjects import Stages, StageState
 from dgr import DgrError, Route, StageRef
+from dgr.errors import SessionLost
 from dgr.model.prefix import PrefixDigest
 from dgr.runtime.shard import Shard, limits_of
-from dgr.testing.chain import some_tokens
+from dgr.testing.chain import pieces, some_tokens
 from dgr.wire import Limits, Link, frames, memory_transports, open_link
 from dgr.wire.frames import Expectation, Key
 
@@ -122,9 +123,8 @@ class _Hand:
         return frames.Tokens(key or self.key(), self.seq(), expect or right, tuple(tokens), 0, None)
 
     async def say(self, frame: frames.Frame) -> frames.Frame:
-        """Say something to the head; the head or the tail answers it."""
-        stages = self.route.stages
-        self.links[stages[0].address].send_nowait(frame)
+        """Say something to the head; the tail answers, or whichever stage refuses."""
+        self.links[self.route.stages[0].address].send_nowait(frame)
         heard: list[frames.Frame] = []
         async with trio.open_nursery() as nursery:
 
@@ -132,16 +132,17 @@ class _Hand:
                 heard.append(await self.answer(address))
                 nursery.cancel_scope.cancel()
 
-            for address in {stages[0].address, stages[-1].address}:
+            for address in self.links:
                 nursery.start_soon(hear, address)
         return heard[0]
 
-    async def feed(self, tokens: Sequence[int], chunk: int) -> frames.Frame | None:
-        """Commit tokens; the answer to the last chunk."""
-        answer = None
-        for begin in range(0, len(tokens), chunk):
-            part = tokens[begin : begin + chunk]
+    async def feed(self, tokens: Sequence[int], chunk: int) -> frames.Frame:
+        """Commit tokens; the answer to the last chunk. Raises :class:`SessionLost` when one before it is refused."""
+        for begin, end in pieces(len(tokens), chunk):
+            part = tokens[begin:end]
             answer = await self.say(self.work(part))
+            if end < len(tokens) and not isinstance(answer, frames.Advanced):
+                raise SessionLost(f"tokens {begin} to {end} were answered with {': '.join(_named(answer))}")
             self.tokens += part
         return answer
 
@@ -267,9 +268,7 @@ async def _too_many(hand: _Hand, stages: Stages) -> tuple[str, str]:
 async def _limit(hand: _Hand, stages: Stages) -> tuple[str, str]:
     """Tokens up to the last that the context holds."""
     more = some_tokens(stages.n_ctx - len(hand.tokens), stages.n_vocab)
-    answer = await hand.feed(more, stages.engines[0].describe().context.n_batch)
-    assert answer is not None
-    return _named(answer)
+    return _named(await hand.feed(more, stages.engines[0].describe().context.n_batch))
 
 
 async def _beyond(hand: _Hand, _stages: Stages) -> tuple[str, str]:
@@ -312,7 +311,9 @@ async def refusals(stages: Stages, acts: Mapping[str, Act] | None = None) -> lis
     """Try everything once, on a session of its own. ``stages`` hold :data:`REFUSALS_CONTEXT` tokens for two sessions."""
     found = []
     async with _open_hand(stages) as hand:
-        await hand.feed(some_tokens(_PROMPT, stages.n_vocab), 16)
+        begun = await hand.feed(some_tokens(_PROMPT, stages.n_vocab), 16)
+        if not isinstance(begun, frames.Advanced):
+            raise SessionLost(f"the prompt was answered with {': '.join(_named(begun))}")
         before = await hand.states()
         for name, act in (acts or ACTS).items():
             answer, message = await act(hand, stages)

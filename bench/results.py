@@ -23,7 +23,7 @@ __all__ = ["SCHEMA", "Check", "Journal", "Result", "digest_of", "median", "read_
 SCHEMA = "dgr-bench/1"
 _FILE = "result.json"
 
-Kind = Literal["certify", "frontier", "overhead", "drill", "hops", "compare"]
+Kind = Literal["certify", "frontier", "overhead", "drill", "hops", "selftest", "compare"]
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,6 +10,7 @@ from attrs import define, field, frozen
 
 from dgr.engine.base import Frontier, Output, SamplingParams, ShardEngine, TopLogprob, Work
 from dgr.errors import EngineError, InputError, NonFinite
+from dgr.runtime.worker import Worker
 
 __all__ = ["StepResult", "Stepper", "StepperStatistics"]
 
@@ -97,23 +98,26 @@ class Stepper:
         self._inbox, self._outbox = trio.open_memory_channel[_Request](_QUEUE)
         self._held: _Request | None = None
         self._lock = trio.Lock()
-        self._limiter = trio.CapacityLimiter(1)
+        self._worker = Worker("dgr-engine")
         self._batches = self._items = self._tokens = 0
 
     def statistics(self) -> StepperStatistics:
         return StepperStatistics(self._batches, self._items, self._tokens)
 
     async def run(self) -> None:
-        """Take what is ready, run it, answer; forever."""
-        while True:
-            batch = await self._next_batch()
-            if batch:
-                await self._call(lambda ready=batch: _execute(self._engine, ready))  # type: ignore[misc]
-                self._batches += 1
-                self._items += len(batch)
-                self._tokens += sum(len(request.work.tokens) for request in batch)
-                for request in batch:
-                    request.done.set()
+        """Take what is ready, run it, answer; forever. The engine's thread ends with it."""
+        try:
+            while True:
+                batch = await self._next_batch()
+                if batch:
+                    await self._call(lambda ready=batch: _execute(self._engine, ready))  # type: ignore[misc]
+                    self._batches += 1
+                    self._items += len(batch)
+                    self._tokens += sum(len(request.work.tokens) for request in batch)
+                    for request in batch:
+                        request.done.set()
+        finally:
+            self._worker.stop()
 
     async def _next_batch(self) -> list[_Request]:
         first = self._held if self._held is not None else await self._outbox.receive()
@@ -164,4 +168,4 @@ class Stepper:
         async with self._lock:
             if self._engine.inline:
                 return function()
-            return await trio.to_thread.run_sync(function, limiter=self._limiter)
+            return await self._worker.run(function)

@@ -252,3 +252,41 @@ async def test_over_tcp_an_abrupt_cut_is_a_reset() -> None:
                 await read_all(right)
             assert isinstance(caught.value.__cause__, OSError)
             assert caught.value.__cause__.errno == errno.ECONNRESET
+
+
+async def test_a_source_that_breaks_as_the_relay_is_cut_is_a_cut() -> None:
+    """Both at once is what a reset that comes from both sides looks like."""
+
+    broken = trio.Event()
+
+    async def breaks() -> None:
+        await broken.wait()
+        raise trio.BrokenResourceError
+
+    source = trio.testing.MemoryReceiveStream(receive_some_hook=breaks)
+    left, left_plug = memory_transports()
+    _, deaf = memory_transports()
+    async with open_relay(left_plug, trio.StapledStream(deaf, source)) as relay:
+        await wait_all_tasks_blocked()
+        broken.set()
+        await relay.cut()
+        assert relay.is_closed
+    await left.aclose()
+
+
+async def test_a_delay_is_kept_to_less_than_a_millisecond() -> None:
+    """On the real clock: what an event loop's timer is late, in whole milliseconds, would add up over a ring."""
+    near, plug = await tcp_pair()
+    far_plug, far = await tcp_pair()
+    late = []
+    async with open_relay(plug, far_plug) as relay:
+        relay.rightward.delay = 0.0052
+        for _ in range(20):
+            began = trio.current_time()
+            await near.send_all(b"x")
+            await far.receive_some(1)
+            late.append(trio.current_time() - began - 0.0052)
+    assert min(late) >= 0
+    assert sorted(late)[4] < 0.0005  # not all of them: this machine may be busy
+    for stream in (near, far):
+        await trio.aclose_forcefully(stream)
