@@ -48,6 +48,7 @@ def write_certificate(result: Result, folder: Path) -> Path:
         _slopes(figures["decode_slope"]),
         _lengths_table(lengths),
         "## Memory by context size",
+        *_memory_picture(figures["memory"], folder),
         _memory(figures["memory"]),
         "## Cancellation, clean-up",
         _cancellation(figures),
@@ -144,11 +145,30 @@ def _lengths_table(lengths: Sequence[Mapping[str, Any]]) -> str:
     return table(heads, rows)
 
 
+def _memory_picture(rows: Sequence[Mapping[str, Any]], folder: Path) -> list[str]:
+    def paint(axes: Axes) -> None:
+        sizes = [row["n_ctx"] for row in rows]
+
+        def mib(key: str) -> list[float]:
+            return [row[key] / 2**20 for row in rows]
+
+        ideal = [(row["weights_bytes"] + row["compute_bytes"] + row["formula_bytes"]) / 2**20 for row in rows]
+        axes.plot(sizes, ideal, "--", color=GREY, label="weights + compute buffers + state by the formula")
+        axes.plot(sizes, mib("resident_growth_bytes"), "o-", color=RED, label="resident growth")
+        axes.plot(sizes, mib("formula_bytes"), color=GREY, linewidth=3, alpha=0.5, label="state by the formula")
+        axes.plot(sizes, mib("state_bytes"), "o", color=BLUE, label="state allocated")
+        _log(axes)
+        axes.set_ylim(bottom=0)
+
+    if not rows:
+        return []
+    drawn = draw(folder, "memory", "Memory of all stages", "context size n_ctx (tokens)", "MiB", paint)
+    return [picture(drawn, "memory by context size")]
+
+
 def _memory(rows: Sequence[Mapping[str, Any]]) -> str:
-    heads = ("n_ctx", "state", "formula", "weights", "compute", "resident growth", "left after stopping")
-    keys = (
-        "state_bytes", "formula_bytes", "weights_bytes", "compute_bytes", "resident_growth_bytes", "resident_left_bytes"
-    )  # fmt: skip
+    heads = ("n_ctx", "state", "formula", "weights", "compute buffers", "resident growth")
+    keys = ("state_bytes", "formula_bytes", "weights_bytes", "compute_bytes", "resident_growth_bytes")
     return table(heads, [(row["n_ctx"], *(human_bytes(row[key]) for key in keys)) for row in rows])
 
 

@@ -32,7 +32,7 @@ from bench.certificate import write_certificate
 from bench.checks import verdicts
 from bench.figures import figures_of, rows_file
 from bench.measures import CleanUp, LengthRun, MemoryAt, cancellations, clean_up, memory_at, run_length, run_piped
-from bench.options import add_run_arguments, exit_code, say
+from bench.options import add_run_arguments, add_subject_arguments, exit_code, say
 from bench.profiles import PROFILES, Profile, profile_of
 from bench.progress import Progress
 from bench.refusals import FOREIGN, REFUSALS_CONTEXT, Act, refusals
@@ -46,8 +46,9 @@ from dgr.model.route_file import RouteFile, read_route_file
 from dgr.model.state_map import ContextShape
 from dgr.testing.models import cached_fixture
 
-__all__ = ["Job", "certify", "job_of", "measure", "register"]
+__all__ = ["Job", "certify", "measure", "open_job", "register"]
 
+_SPLIT = "0:15,15:29,29:43"
 #: A run on several threads that takes this many times as long as one thread has no core to itself: ggml's threads spin.
 _BUSY = 5.0
 _BUSY_SECONDS = 20.0
@@ -230,9 +231,7 @@ class _Certificate:
         job = self.job
         ranges = job.ranges if len(job.ranges) > 1 else halves(job.ranges[0])
         context = evolve(self.profile.context, n_ctx=REFUSALS_CONTEXT, n_batch=64, n_ubatch=64, n_seq_max=2)
-        foreign: Path = job.foreign or await trio.to_thread.run_sync(
-            partial(cached_fixture, "mixed", preset="min", seed=1)
-        )
+        foreign = await trio.to_thread.run_sync(partial(cached_fixture, "mixed", preset="min", seed=1))
         async with open_stages(job.artifact, ranges, context, job.wrap) as stages:
             assert stages.cluster is not None
             other = await trio.to_thread.run_sync(partial(LlamaEngine, foreign, ranges[-1], context))
@@ -310,31 +309,26 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
         " tokens, logits and states bit for bit, and the states with their closed forms.",
     )
     parser.add_argument("--profile", default="fixture", metavar="P", help=f"{', '.join(PROFILES)}, or a JSON file")
-    parser.add_argument("--model", metavar="GGUF", help="the model (default: the small model of dgr fixture)")
-    parser.add_argument("--split", default="0:15,15:29,29:43", metavar="A:B,...", help="layer ranges of the stages")
-    parser.add_argument("--route", metavar="TOML", help="stages in other processes, instead of --split")
+    add_subject_arguments(parser)
     parser.add_argument("--selftest", action="store_true", help="run the mutants that every check must catch")
     add_link_arguments(parser)
     add_run_arguments(parser, "dgr-bench-certify")
     parser.set_defaults(run=run)
 
 
-def job_of(args: argparse.Namespace) -> Job:
-    """What the flags ask for."""
-    profile = PROFILES["quick"] if args.quick else profile_of(args.profile)
-    route = None if args.route is None else read_route_file(args.route)
-    model = (
-        args.model
-        or (route.model if route is not None else None)
-        or (cached_fixture("mixed") if route is None else None)
-    )
+def open_job(args: argparse.Namespace, profile: Profile) -> Job:
+    """What the flags of :func:`bench.options.add_subject_arguments` ask for."""
+    if args.route is None:
+        artifact = Artifact.open(args.model or cached_fixture("mixed"))
+        return Job(profile, artifact, parse_split(args.split or _SPLIT, artifact.hp.n_layers))
+    if args.split is not None:
+        raise InputError("--split cuts a model in this process, --route names stages elsewhere; give one of them")
+    route = read_route_file(args.route)
+    model = args.model or route.model
     if model is None:
         raise InputError("the route file names no model; give --model GGUF: its header says what the stages must hold")
-    artifact = Artifact.open(model)
-    if route is None:
-        return Job(profile, artifact, parse_split(args.split, artifact.hp.n_layers))
-    policy = link_policy_of(args, route.tls)
-    return Job(profile, artifact, tuple(ref.layers for ref in route.route.stages), route, policy)
+    ranges = tuple(ref.layers for ref in route.route.stages)
+    return Job(profile, Artifact.open(model), ranges, route, link_policy_of(args, route.tls))
 
 
 def run(args: argparse.Namespace) -> int:
@@ -342,7 +336,7 @@ def run(args: argparse.Namespace) -> int:
         from bench import mutants  # they are made of certificates
 
         return mutants.run(args)
-    job = job_of(args)
+    job = open_job(args, PROFILES["quick"] if args.quick else profile_of(args.profile))
     result = trio.run(lambda: certify(job, args.out, args.command_line, fresh=args.fresh))
     write_certificate(result, args.out)
     say(result, args.out, args.json)

@@ -68,7 +68,7 @@ def plan(setting: Setting, acts: Sequence[Act] = ACTS, quick: bool = False) -> P
         every = [(act, stage, MOMENTS[(at + stage) % len(MOMENTS)]) for at, act in enumerate(acts) for stage in stages]
     ring = None
     if "slow" in acts:
-        ring = Delays(delays_ms=(0, 5, 20), turns=2, rounds=1) if quick else Delays()
+        ring = Delays(delays_ms=(0, 10, 40), turns=4, rounds=1) if quick else Delays()
     return Plan(
         name="drill, quick" if quick else "drill",
         setting=setting,
@@ -258,13 +258,13 @@ def _ring(locked: Plan, units: Mapping[str, Any]) -> list[Check]:
     found = points(locked, units)
     delayed = [point for point in found if point.delay_ms]
     wrong = [point for point in delayed if not point.over_rested <= RING_GOAL]
-    at = ", ".join(f"{point.delay_ms:g} ms: {point.over_rested:+.1%}" for point in wrong or delayed)
+    at = ", ".join(f"{point.delay_ms:g} ms {point.over_rested:+.1%} ({point.over:+.1%})" for point in wrong or delayed)
     return [
         Check(
             name=f"a delayed ring takes compute + delays + {RING_GOAL:.0%} at most",
             passed=not wrong and not errors and len(found) == len(locked.ring.delays_ms),
             cases=len(delayed),
-            detail=errors[0] if errors else f"compute after as much idleness; {at}",
+            detail=errors[0] if errors else f"over compute after as much idleness + delays (without idleness): {at}",
         )
     ]
 

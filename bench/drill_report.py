@@ -117,7 +117,10 @@ def _pictures(folder: Path, found: list[tuple[Case, Outcome]], setting: Setting)
                     axes.plot(xs, ys, marker, color=_COLOURS[act])
                 if spots:
                     axes.plot([], [], marker, color="black", label=moment)
-            axes.set_yscale("log")
+            if stem == "detection":
+                axes.set_yscale("log")
+            else:
+                axes.set_ylim(bottom=0)
             axes.set_xlim(-0.6, len(places) - 0.4)
             names = [f"{setting.stage_name(stage)}\n{ACTS[act]}" for act, stage in places]
             axes.set_xticks(range(len(places)), names)
@@ -131,7 +134,13 @@ def _pictures(folder: Path, found: list[tuple[Case, Outcome]], setting: Setting)
 def _ring_picture(folder: Path, points: list[Point], hops: int) -> str:
     def paint(axes: Axes) -> None:
         delays = [one.delay_ms for one in points]
-        axes.plot(delays, [one.rested_ms + one.added_ms for one in points], "-", color=GREY, label="compute + delays")
+        axes.plot(
+            delays,
+            [one.rested_ms + one.added_ms for one in points],
+            "-",
+            color=GREY,
+            label="compute after as much idleness + delays",
+        )
         axes.plot(delays, [one.delayed_ms for one in points], "o", color=BLUE, label="measured")
         axes.set_xlim(left=0)
         axes.set_ylim(bottom=0)

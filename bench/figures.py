@@ -127,7 +127,6 @@ def _memory(raw: Raw) -> list[dict[str, Any]]:
             "weights_bytes": one.weights_bytes,
             "compute_bytes": one.compute_bytes,
             "resident_growth_bytes": one.resident_loaded - one.resident_before,
-            "resident_left_bytes": one.resident_after - one.resident_before,
         }
         for one in raw.memory()
     ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import math
 import random
@@ -13,6 +12,7 @@ import msgspec
 import trio
 
 from bench.profiles import Profile
+from bench.resident import resident_with
 from bench.subjects import Conversation, Stages, StageState, Traffic, Wrap, resident_bytes
 from dgr import Artifact, ContextParams, LayerRange, Pipeline, ShardEngine
 from dgr.model.prefix import PrefixDigest
@@ -282,33 +282,29 @@ class MemoryAt(msgspec.Struct, frozen=True, kw_only=True):
     state: dict[str, dict[str, int]]
     weights_bytes: int
     compute_bytes: int
-    #: Resident memory of this process: before loading, with all stages loaded, and after they were stopped.
+    #: Resident memory of a process of their own: before loading, and with all stages loaded.
     resident_before: int
     resident_loaded: int
-    resident_after: int
 
 
 async def memory_at(
     artifact: Artifact, ranges: Sequence[LayerRange], context: ContextParams, wrap: Wrap | None = None
 ) -> MemoryAt:
-    """Load the stages at a context size and stop them."""
-    gc.collect()
-    before = resident_bytes()
+    """Load the stages at a context size, here and in a process of their own."""
     engines: list[ShardEngine] = list(await load_engines(artifact, ranges, context))
     if wrap is not None:
         engines = [wrap(index, engine) for index, engine in enumerate(engines)]
     try:
-        loaded = resident_bytes()
         reports = {str(engine.describe().layers): engine.memory() for engine in engines}
     finally:
         for engine in engines:
             engine.stop()
+    resident = await resident_with(artifact, ranges, context)
     return MemoryAt(
         n_ctx=context.n_ctx,
         state={layers: dict(report.state) for layers, report in reports.items()},
         weights_bytes=sum(report.weights for report in reports.values()),
         compute_bytes=sum(report.compute for report in reports.values()),
-        resident_before=before,
-        resident_loaded=loaded,
-        resident_after=resident_bytes(),
+        resident_before=resident.before,
+        resident_loaded=resident.loaded,
     )

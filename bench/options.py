@@ -10,7 +10,7 @@ import msgspec
 
 from bench.results import Result
 
-__all__ = ["add_run_arguments", "exit_code", "say"]
+__all__ = ["add_run_arguments", "add_subject_arguments", "exit_code", "say"]
 
 
 def add_run_arguments(parser: argparse.ArgumentParser, out: str) -> None:
@@ -25,6 +25,15 @@ def add_run_arguments(parser: argparse.ArgumentParser, out: str) -> None:
     parser.add_argument("--quick", action="store_true", help="less of everything, in under a minute: a smoke test")
     parser.add_argument("--fresh", action="store_true", help="begin anew over what is in the folder")
     parser.add_argument("--json", action="store_true", help="print verdicts and figures as one JSON object")
+
+
+def add_subject_arguments(parser: argparse.ArgumentParser) -> None:
+    """``--model``, ``--split`` and ``--route``."""
+    parser.add_argument(
+        "--model", metavar="GGUF", help="the model (default: the route's, or the small one of dgr fixture)"
+    )
+    parser.add_argument("--split", metavar="A:B,...", help="layer ranges of the stages (default: 0:15,15:29,29:43)")
+    parser.add_argument("--route", metavar="TOML", help="stages in other processes, instead of --split")
 
 
 def say(result: Result, folder: Path, as_json: bool) -> None:

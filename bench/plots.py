@@ -30,9 +30,18 @@ _STYLE: Any = {
 }
 
 
-def draw(folder: Path, stem: str, title: str, x: str, y: str, paint: Callable[[Axes], None]) -> str:
+def draw(
+    folder: Path,
+    stem: str,
+    title: str,
+    x: str,
+    y: str,
+    paint: Callable[[Axes], None],
+    size: tuple[float, float] | None = None,
+) -> str:
     """Write ``plots/STEM.svg`` and ``.png``: ``paint`` fills the axes; ``x`` and ``y`` are labels with units.
 
+    ``size``: width and height, inches.
     Gives the picture's path relative to ``folder``.
     """
     try:
@@ -45,7 +54,7 @@ def draw(folder: Path, stem: str, title: str, x: str, y: str, paint: Callable[[A
     plots = folder / "plots"
     plots.mkdir(exist_ok=True)
     with mpl.rc_context(_STYLE):
-        figure, axes = plt.subplots()
+        figure, axes = plt.subplots(figsize=size)
         axes.set(title=title, xlabel=x, ylabel=y)
         paint(axes)
         if axes.get_legend_handles_labels()[0]:

@@ -57,7 +57,9 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     #: Times that everything that must fail is tried.
     refusals: _Count = 10
     #: Lengths that `dgr-bench verify` runs again.
-    rerun: tuple[_Positive, ...]
+    rerun: tuple[_Positive, ...] = ()
+    #: Tokens that the context holds at least.
+    reserve: _Count = 0
 
     @property
     def digest(self) -> str:
@@ -66,7 +68,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     @property
     def n_ctx(self) -> int:
         """Tokens that the context must hold."""
-        return max(max(self.lengths) + self.decode + self.continuation, self.cancel_length + self.decode)
+        longest = max(self.lengths) + self.decode + self.continuation
+        return max(longest, self.cancel_length + self.decode, self.reserve)
 
     @property
     def context(self) -> ContextParams:

@@ -7,6 +7,7 @@ Most is said to the stages by hand, frame by frame, because no client of dgr wou
 from __future__ import annotations
 
 import re
+import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TypeAlias
@@ -30,7 +31,6 @@ __all__ = ["ACTS", "EXPECTED", "FOREIGN", "REFUSALS_CONTEXT", "Act", "Refusal", 
 REFUSALS_CONTEXT = 256
 #: Name of the stage in the cluster that runs another model.
 FOREIGN = "foreign"
-_ROUTE = b"dgr-bench refuse"
 _SESSION = 7
 _PROMPT = 37
 _WAIT = 600.0
@@ -70,12 +70,13 @@ class _Hand:
     def __init__(self, route: Route, links: Mapping[str, Link]) -> None:
         self.route = route
         self.links = links
+        self._id = secrets.token_bytes(16)
         self.epoch = 1
         self.tokens: list[int] = []
         self._seq = 0
 
     def key(self, epoch: int | None = None, session: int = _SESSION) -> Key:
-        return Key(_ROUTE, self.epoch if epoch is None else epoch, session)
+        return Key(self._id, self.epoch if epoch is None else epoch, session)
 
     def seq(self) -> int:
         self._seq += 1
@@ -96,13 +97,16 @@ class _Hand:
     async def begin(self) -> None:
         """Fence the first epoch and open the session."""
         route = self.route
-        await self.all(
+        fenced = await self.all(
             lambda index, ref: frames.Fence(
-                _ROUTE, self.epoch, ref.address, route.predecessor(index), route.successor(index)
+                self._id, self.epoch, ref.address, route.predecessor(index), route.successor(index)
             )
         )
         seq = self.seq()
-        await self.all(lambda _index, _ref: frames.Open(self.key(), seq))
+        opened = await self.all(lambda _index, _ref: frames.Open(self.key(), seq))
+        for frame in (*fenced, *opened):
+            if not isinstance(frame, frames.Fenced | frames.Opened):
+                raise SessionLost(f"a stage answered the beginning with {': '.join(_named(frame))}")
 
     async def states(self) -> list[StageState]:
         seq = self.seq()
@@ -138,6 +142,7 @@ class _Hand:
 
     async def feed(self, tokens: Sequence[int], chunk: int) -> frames.Frame:
         """Commit tokens; the answer to the last chunk. Raises :class:`SessionLost` when one before it is refused."""
+        answer: frames.Frame = frames.Denied("nothing was said")
         for begin, end in pieces(len(tokens), chunk):
             part = tokens[begin:end]
             answer = await self.say(self.work(part))

@@ -145,7 +145,10 @@ class Stepper:
         waiting: a step that has begun still ends, its result is dropped.
         """
         request = _Request(work, sampling, history)
-        await self._inbox.send(request)
+        try:
+            self._inbox.send_nowait(request)
+        except trio.WouldBlock:
+            await self._inbox.send(request)
         try:
             await request.done.wait()
         except trio.Cancelled:

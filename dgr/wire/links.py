@@ -35,6 +35,9 @@ __all__ = ["Link", "LinkStatistics", "open_link"]
 
 #: Read size; larger reads are several times slower through TLS.
 _READ = 65536
+#: Largest fragment that is copied to be written together with its headers: one boundary of a decoded token. A write of its
+#: own for every header would cost a system call here, a packet on the wire and a wake-up on the other side.
+_JOINED = 65536
 #: Control messages that may wait for the writer; more is a flood and breaks the link.
 _CONTROL_QUEUE = 4096
 #: Payloads that may wait for room; more is a flood of our own and is refused.
@@ -246,10 +249,14 @@ class Link:
             if self._heartbeat is not None and trio.current_time() >= max(self._heard, self._asked) + self._heartbeat:
                 self._ask_for_life()  # what is sent does not tell whether the other side lives
             if self._control:
-                await self._put(self._control.popleft())
+                await self._put(*self._control.popleft())
             elif self._turns:
                 outgoing = self._turns.popleft()
-                outgoing.left -= await self._put(next(outgoing.packets))
+                head, body = next(outgoing.packets)
+                if body is None and outgoing.left:  # the message; the first fragment goes with it
+                    more, body = next(outgoing.packets)
+                    head += more
+                outgoing.left -= await self._put(head, body)
                 if outgoing.left:
                     self._turns.append(outgoing)
                 else:
@@ -270,17 +277,19 @@ class Link:
         if self._is_open and len(self._control) < _CONTROL_QUEUE:
             self.send_nowait(Ping(_LIFE))
 
-    async def _put(self, packet: Packet) -> int:
-        """Write a packet; gives the payload bytes in it."""
-        head, body = packet
+    async def _put(self, head: bytes, body: memoryview | None) -> int:
+        """Write a packet, or a message and its first fragment; gives the payload bytes in it."""
+        size = 0 if body is None else body.nbytes
         self._writing_now = True
-        await self._transport.send_all(head)
-        self._bytes_sent += len(head)
-        if body is not None:
-            await self._transport.send_all(body)
-            self._bytes_sent += body.nbytes
+        if body is not None and size <= _JOINED:
+            await self._transport.send_all(b"".join((head, body)))
+        else:
+            await self._transport.send_all(head)
+            if body is not None:
+                await self._transport.send_all(body)
+        self._bytes_sent += len(head) + size
         self._writing_now = False
-        return 0 if body is None else body.nbytes
+        return size
 
     async def _run_writer(self) -> None:
         try:

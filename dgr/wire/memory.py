@@ -25,7 +25,8 @@ class _MemoryTransport(trio.abc.Stream):
         self._receiving = False
 
     async def send_all(self, data: bytes | bytearray | memoryview) -> None:
-        await self.wait_send_all_might_not_block()
+        if self._closed or not len(data):
+            await self.wait_send_all_might_not_block()
         view = memoryview(data).cast("B")
         for start in range(0, view.nbytes, _CHUNK):
             # A copy: the two ends share no buffer, exactly as over a socket.
