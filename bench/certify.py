@@ -261,7 +261,8 @@ class _Certificate:
                         progress.done(unit.weight)
 
     def _put(self, name: str, raw: Any) -> None:
-        self.units[name] = msgspec.to_builtins(raw) if self._journal is None else self._journal.put(name, raw)
+        kept = msgspec.json.decode(msgspec.json.encode(raw)) if self._journal is None else self._journal.put(name, raw)
+        self.units[name] = kept
 
     def _is_done(self, unit: _Unit) -> bool:
         """Whether a unit was measured; what ended in an error is tried again."""

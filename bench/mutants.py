@@ -175,7 +175,7 @@ class MoreMemory(Mutant):
 
 
 class Tired(Mutant):
-    """From its hundredth draw on, a tail draws the token after the right one."""
+    """Once the prompt that is cancelled has been answered, a tail draws the token after the right one."""
 
     def __init__(self, engine: ShardEngine) -> None:
         super().__init__(engine)
@@ -184,9 +184,12 @@ class Tired(Mutant):
     def sample(
         self, logits: memoryview | bytes, history: Sequence[int], params: SamplingParams
     ) -> tuple[int, tuple[TopLogprob, ...]]:
-        self._draws += 1
         token, top = self.engine.sample(logits, history, params)
-        return ((token + 1) % self.engine.describe().n_vocab if self._draws >= 100 else token), top
+        if 0 <= len(history) - PROFILE.cancel_length < PROFILE.decode:
+            self._draws += 1
+        if self._draws > PROFILE.decode:
+            token = (token + 1) % self.engine.describe().n_vocab
+        return token, top
 
 
 # --- what they are for ------------------------------------------------------------------------------------------------

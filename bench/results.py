@@ -176,7 +176,7 @@ class Journal:
 
     def put(self, unit: str, raw: Any) -> dict[str, Any]:
         """Write a measurement down; gives it as it will be read back."""
-        value: dict[str, Any] = msgspec.to_builtins(raw)
+        value: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(raw))
         self.result.units[unit] = value
         self.result.complete = False
         write_result(self.result, self.folder)

@@ -1,0 +1,289 @@
+"""A certificate of a small model, from end to end, and what can be done with it afterwards."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import trio
+from attrs import evolve
+
+from bench.certificate import write_certificate
+from bench.certify import Job, certify
+from bench.cli import main
+from bench.compare import compare
+from bench.mutants import PROFILE
+from bench.results import Result, read_result, write_result
+from dgr import Artifact, Numerics
+from dgr.errors import InputError
+from dgr.model.route import parse_split
+from dgr.testing.models import cached_fixture
+
+LAYERS, SPLIT = 7, "0:2,2:5,5:7"
+#: Without several threads: they need cores of their own.
+SMALL = msgspec.structs.replace(
+    PROFILE, name="small", lengths=(1, 5, 129), chunkings=(PROFILE.chunkings[0],), threads=(), rerun=(5,)
+)
+
+
+@pytest.fixture(scope="module")
+def model() -> Path:
+    return cached_fixture("mixed", layers=LAYERS)
+
+
+@pytest.fixture(scope="module")
+def job(model: Path) -> Job:
+    return Job(SMALL, Artifact.open(model), parse_split(SPLIT, LAYERS))
+
+
+@pytest.fixture(scope="module")
+def folder(job: Job, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A certificate, as the command leaves it."""
+    out = tmp_path_factory.mktemp("certificate")
+    write_certificate(run(job, out), out)
+    return out
+
+
+def run(job: Job, out: Path, **options: Any) -> Result:
+    return trio.run(partial(certify, **options), job, out, "dgr-bench certify")
+
+
+@contextmanager
+def changed(folder: Path, out: Path, change: Callable[[Result], None]) -> Iterator[Path]:
+    """A copy of a certificate with something changed in it."""
+    shutil.copytree(folder, out, dirs_exist_ok=True)
+    result = read_result(out)
+    change(result)
+    write_result(result, out)
+    yield out
+
+
+def test_it_passes(folder: Path):
+    result = read_result(folder)
+    assert [check.name for check in result.checks if not check.passed] == []
+    assert result.passed
+    assert {"split equals whole", "chunkings agree", "re-prefilled equals cold"} <= {one.name for one in result.checks}
+    assert result.figures["not_certified"] == []
+
+
+def test_report_and_plots_are_there(folder: Path):
+    report = (folder / "report.md").read_text()
+    assert report.startswith("# Long-context certificate")
+    assert "**PASSED**" in report
+    for stem in ("state", "memory", "first-token", "inter-token"):
+        assert f"(plots/{stem}.png)" in report
+        for kind in ("png", "svg"):
+            assert (folder / "plots" / f"{stem}.{kind}").stat().st_size > 1000
+
+
+def test_the_canary_names_every_component_of_every_stage(folder: Path):
+    canary = read_result(folder).figures["canary"]
+    assert set(canary) == {"1", "5", "129"}
+    assert set(canary["129"]) == set(SPLIT.split(","))
+    assert set(canary["129"]["2:5"]) == {"raw_swa", "csa", "hca", "indexer", "csa_ring", "hca_ring", "indexer_ring"}
+    assert all(len(digest) == 32 for stage in canary["129"].values() for digest in stage.values())
+
+
+def test_a_finished_run_is_not_measured_again(job: Job, folder: Path, tmp_path: Path):
+    shutil.copytree(folder, tmp_path / "copy")
+    before = read_result(folder)
+    again = run(job, tmp_path / "copy")
+    assert again.units == before.units
+    assert len(again.commands) == 2
+
+
+def test_an_interrupted_run_measures_what_is_missing(job: Job, folder: Path, tmp_path: Path):
+    kept = {"whole/1", "whole/5", "whole/129", "split/1", "split/5"}
+
+    def interrupt(result: Result) -> None:
+        result.units = {name: unit for name, unit in result.units.items() if name in kept}
+        result.complete = False
+
+    before = read_result(folder)
+    with changed(folder, tmp_path / "copy", interrupt) as copy:
+        again = run(job, copy)
+    assert again.passed
+    assert all(again.units[name] == before.units[name] for name in kept)
+    assert again.units["split/129"]["rows_digest"] == before.units["split/129"]["rows_digest"]
+    assert again.units["split/129"]["first_token_s"] != before.units["split/129"]["first_token_s"]
+
+
+def test_what_ended_in_an_error_is_measured_again(job: Job, folder: Path, tmp_path: Path):
+    def fail(result: Result) -> None:
+        result.units["split/5"]["error"] = "LinkBroken: it was"
+        result.units["clean-up"] = {"error": "LinkBroken: it was"}
+
+    with changed(folder, tmp_path / "copy", fail) as copy:
+        again = run(job, copy)
+    assert again.passed
+
+
+# --- verify -----------------------------------------------------------------------------------------------------------
+
+
+def test_verify_runs_lengths_again(folder: Path, model: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["verify", str(folder), "--model", str(model)]) == 0
+    said = capsys.readouterr().out
+    assert "lengths 5 run again" in said
+    assert said.endswith("VERIFIED\n")
+
+
+def flip(text: str) -> str:
+    return ("1" if text[0] == "0" else "0") + text[1:]
+
+
+def _figure(result: Result) -> None:
+    result.figures["lengths"][1]["token_s"] *= 0.5
+
+
+def _canary(result: Result) -> None:
+    stage = result.figures["canary"]["129"]["2:5"]
+    stage["csa"] = flip(stage["csa"])
+
+
+def _verdict(result: Result) -> None:
+    result.checks[0] = msgspec.structs.replace(result.checks[0], cases=result.checks[0].cases + 1)
+
+
+def _hidden_failure(result: Result) -> None:
+    result.units["split/129"]["rows_digest"] = flip(result.units["split/129"]["rows_digest"])
+
+
+def _dropped_unit(result: Result) -> None:
+    del result.units["chunk-33/129"]
+
+
+def _unreadable(result: Result) -> None:
+    result.units["memory/256"]["state"] = "much"
+
+
+@pytest.mark.parametrize("change", [_figure, _canary, _verdict, _hidden_failure, _dropped_unit, _unreadable])
+def test_verify_sees_what_was_changed(
+    folder: Path, tmp_path: Path, change: Callable[[Result], None], capsys: pytest.CaptureFixture[str]
+):
+    with changed(folder, tmp_path, change) as copy:
+        assert main(["verify", str(copy), "--no-rerun"]) == 1
+    assert "NOT VERIFIED" in capsys.readouterr().out
+
+
+def _consistent_forgery(result: Result) -> None:
+    """Every run of a length claims the same other state: only measuring again tells."""
+    for name, unit in result.units.items():
+        if name.endswith("/5"):
+            unit["rows_digest"] = "0" * 32
+
+
+def test_only_a_second_run_tells_a_consistent_forgery(
+    folder: Path, tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+):
+    with changed(folder, tmp_path, _consistent_forgery) as copy:
+        assert main(["verify", str(copy), "--no-rerun"]) == 0
+        assert main(["verify", str(copy), "--model", str(model)]) == 1
+    assert "rows_digest" in capsys.readouterr().out
+
+
+def test_verify_wants_the_same_model(folder: Path, capsys: pytest.CaptureFixture[str]):
+    other = cached_fixture("mixed", layers=LAYERS, seed=1)
+    assert main(["verify", str(folder), "--model", str(other)]) == 2
+    assert "the certificate is of" in capsys.readouterr().err
+
+
+# --- compare ----------------------------------------------------------------------------------------------------------
+
+
+def test_two_certificates_of_the_same_are_alike(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["compare", str(folder), str(folder), "--out", str(tmp_path)]) == 0
+    assert "ALIKE" in capsys.readouterr().out
+    assert (tmp_path / "plots" / "ratios.png").exists()
+
+
+def test_a_differing_component_is_named(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    with changed(folder, tmp_path, _canary) as copy:
+        assert main(["compare", str(folder), str(copy)]) == 1
+    said = capsys.readouterr().out
+    assert "differs: 129 tokens, stage 2:5, csa" in said
+    assert "NOT ALIKE" in said
+
+
+def test_other_kernels_are_not_held_against_it(folder: Path, tmp_path: Path):
+    def other_kernels(result: Result) -> None:
+        _canary(result)
+        result.environment = msgspec.structs.replace(result.environment, kernel_fingerprint="0" * 32)
+
+    with changed(folder, tmp_path, other_kernels) as copy:
+        found = compare(read_result(folder), read_result(copy))
+    assert found["alike"]
+    assert not found["must_be_equal"]
+    assert len(found["parts_differing"]) == 1
+
+
+def test_results_of_two_commands_are_not_compared(folder: Path, tmp_path: Path):
+    def other_kind(result: Result) -> None:
+        result.kind = "drill"
+
+    with changed(folder, tmp_path, other_kind) as copy, pytest.raises(InputError, match="two of one command"):
+        compare(read_result(folder), read_result(copy))
+
+
+# --- native numerics --------------------------------------------------------------------------------------------------
+
+
+def test_native_numerics_are_measured_and_not_promised(job: Job, tmp_path: Path):
+    native = evolve(job, profile=msgspec.structs.replace(SMALL, numerics=Numerics.NATIVE, cancels=0, refusals=0))
+    result = run(native, tmp_path)
+    names = {check.name: check.passed for check in result.checks}
+    assert names["split equals whole"]
+    assert "chunkings agree" not in names
+    assert "native numerics" in " ".join(result.figures["not_certified"])
+    distances = {(one["variant"], one["length"]): one for one in result.figures["distances"]}
+    assert distances["chunk-33", 129]["logits_max_difference"] is not None
+    assert distances["re-prefilled", 5]["tokens"] == SMALL.decode
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--profile", "huge"], "choose fixture, quick, v4-flash"),
+        (["--model", "no-such.gguf"], "no-such.gguf"),
+        (["--split", "0:3,4:43"], "leaves out layers from 3 on"),
+        (["--split", "0:43", "--route", "route.toml"], "give one of them"),
+        (["--route", "no-such.toml"], "no-such.toml"),
+    ],
+)
+def test_bad_input_is_told_in_one_line(
+    arguments: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["certify", "--out", str(tmp_path / "out"), *arguments]) in (1, 2)
+    said = capsys.readouterr().err
+    assert words in said
+    assert said.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_whole_split_is_certified_too(job: Job, tmp_path: Path):
+    whole = evolve(
+        job,
+        ranges=parse_split("0:7", LAYERS),
+        profile=msgspec.structs.replace(SMALL, lengths=(5,), cancels=1, refusals=2, reprefill_up_to=5),
+    )
+    assert run(whole, tmp_path).passed
+
+
+@pytest.mark.slow
+def test_every_mutant_is_caught(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["certify", "--selftest", "--out", str(tmp_path)]) == 0, capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_quick_certificate_of_the_default_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["certify", "--quick", "--out", str(tmp_path), "--json"]) == 0
+    assert msgspec.json.decode(capsys.readouterr().out)["passed"]
