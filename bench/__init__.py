@@ -8,5 +8,6 @@
 #   frontier    speed at growing contexts        overhead    dgr against upstream's llama-bench       hops    cost of a hop
 #   drill       lost, cut, stalled, slow stages  compare     two results, part by part                real    the real model
 #   results     the schema of a result, and the journal that an interrupted run resumes from
+#   upstream    llama-bench: its binary and its JSON; echo: the far side of a hop; spreads: medians, quartiles, goals
 #   environment what a result carries of its machine
 #   reports     Markdown; plots: SVG and PNG

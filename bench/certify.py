@@ -38,7 +38,17 @@ from bench.progress import Progress
 from bench.refusals import FOREIGN, REFUSALS_CONTEXT, Act, refusals
 from bench.results import Journal, Result
 from bench.subjects import PATIENCE, Bare, Stages, Wrap, open_bare, open_stages
-from dgr import Artifact, DgrError, LayerRange, LinkPolicy, LlamaEngine, Numerics, ShardEngine, open_route
+from dgr import (
+    Artifact,
+    ContextParams,
+    DgrError,
+    LayerRange,
+    LinkPolicy,
+    LlamaEngine,
+    Numerics,
+    ShardEngine,
+    open_route,
+)
 from dgr.cli.options import add_link_arguments, link_policy_of
 from dgr.errors import InputError
 from dgr.model.route import parse_split
@@ -82,11 +92,16 @@ class Job:
             "model": self.artifact.file.path.name,
             "artifact": self.artifact.identity,
             "split": ",".join(map(str, self.ranges)),
+            "split_digests": {str(layers): self._digest(layers) for layers in self.ranges},
             "in_process": self.in_process,
             "stages": [] if self.route is None else [ref.address for ref in self.route.route.stages],
             "hyper_parameters": msgspec.to_builtins(self.artifact.hp),
             **self.facts,
         }
+
+    def _digest(self, layers: LayerRange) -> str:
+        """Digest of the tensors that a stage of the range loads."""
+        return self.artifact.manifest().digest_of(spec.name for spec in self.artifact.specs_of(layers))
 
 
 @frozen
@@ -216,14 +231,10 @@ class _Certificate:
             async with open_stages(job.artifact, job.ranges, self.profile.context, job.wrap) as stages:
                 yield stages
         else:
-            yield Stages(
-                (),
-                route.route,
-                lambda chunk: open_route(
-                    route, policy=job.policy, model=job.artifact.file.path, chunk=chunk, timeouts=PATIENCE
-                ),
-                None,
-            )
+            opened = partial(open_route, route, policy=job.policy, model=job.artifact.file.path, timeouts=PATIENCE)
+            async with opened() as pipeline:
+                _check_context(pipeline.context, self.profile.context)
+            yield Stages((), route.route, lambda chunk: opened(chunk=chunk), None)
 
     @asynccontextmanager
     async def _open_refusals(self) -> AsyncIterator[Stages]:
@@ -273,6 +284,18 @@ class _Certificate:
 def _cost(length: int) -> float:
     """About what a prompt costs: every token looks at more compressed rows than the one before."""
     return 20 + length * (1 + length / 8192)
+
+
+def _check_context(has: ContextParams, wants: ContextParams) -> None:
+    """Refuse stages that run with other parameters than the profile locks."""
+    flags = f"--ctx {wants.n_ctx} --batch {wants.n_batch} --ubatch {wants.n_ubatch} --numerics {wants.numerics.value}"
+    for name in ("n_ctx", "n_batch", "n_ubatch", "type_k", "flash_attn", "numerics"):
+        found, wanted = getattr(has, name), getattr(wants, name)
+        rounded = ContextShape(wanted).n_ctx_seq if name == "n_ctx" else wanted
+        if found != rounded:
+            raise InputError(
+                f"the stages run with {name} = {found}, the profile is for {rounded}; start them with {flags}"
+            )
 
 
 def halves(layers: LayerRange) -> tuple[LayerRange, ...]:

@@ -7,7 +7,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 
-from bench import certify, compare, drill, hops, overhead, verify
+from bench import certify, compare, drill, hops, overhead, real, verify
 from dgr.cli.exit_codes import BAD_INPUT, FAILED, INTERRUPTED
 from dgr.errors import DgrError, InputError
 
@@ -19,7 +19,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="dgr-bench", description="Certify and measure dgr. Every command writes result.json, report.md and plots/."
     )
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (certify, verify, compare, drill, overhead, hops):
+    for command in (certify, verify, compare, real, drill, overhead, hops):
         command.register(subparsers)
     return parser
 

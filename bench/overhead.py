@@ -56,9 +56,9 @@ Timed: TypeAlias = Callable[[], Awaitable[float]]
 _GOAL = Goal("at least", 0.97)
 #: A token of the small model is all overhead: ``--quick`` shows that everything runs.
 _QUICK_GOAL = Goal("at least", 0.2)
-#: Tokens and rounds.
-_FULL = {"prefill": 512, "decode": 64, "rounds": 8}
-_QUICK = {"prefill": 64, "decode": 16, "rounds": 2}
+#: Tokens of a run, and rounds.
+_FULL = {"tokens": {"prefill": 512, "decode": 64}, "rounds": {"prefill": 6, "decode": 20}}
+_QUICK = {"tokens": {"prefill": 64, "decode": 16}, "rounds": {"prefill": 2, "decode": 2}}
 
 
 # --- one run of one side ---------------------------------------------------------------------------------------------
@@ -94,6 +94,7 @@ class Comparison:
     name: str
     #: Tokens of one run.
     tokens: int
+    rounds: int
     #: For the median of the ratios; None: it is shown, and nothing is asked of it.
     goal: Goal | None
     #: Both sides, ready to run: ours first.
@@ -108,14 +109,14 @@ def _runs(pipeline: Pipeline, phase: str, tokens: int) -> Timed:
 def comparisons(model: Path, locked: Mapping[str, Any], llama_bench: Path) -> list[Comparison]:
     """Everything that a plan compares, hops aside."""
     goal = Goal("at least", locked["goal"])
-    found = []
+    found: list[Comparison] = []
 
     def context(phase: str, numerics: Numerics) -> ContextParams:
         # As llama-bench does, a context as long as the test.
-        return ContextParams(n_ctx=locked[phase], numerics=numerics, **locked["settings"])
+        return ContextParams(n_ctx=locked["tokens"][phase], numerics=numerics, **locked["settings"])
 
     def against_upstream(phase: str, threads: int) -> Comparison:
-        tokens, native = locked[phase], context(phase, Numerics.NATIVE)
+        tokens, native = locked["tokens"][phase], context(phase, Numerics.NATIVE)
         theirs = LlamaBench(llama_bench, build_info()["llama_cpp_commit"], model, native, threads)
 
         @asynccontextmanager
@@ -124,10 +125,10 @@ def comparisons(model: Path, locked: Mapping[str, Any], llama_bench: Path) -> li
                 yield _runs(pipeline, phase, tokens), lambda: theirs.seconds(**{phase: tokens})
 
         name = f"{phase}, one stage / llama-bench, {threads} thread{'s' * (threads > 1)}"
-        return Comparison(name, tokens, goal, sides)
+        return Comparison(name, tokens, locked["rounds"][phase], goal, sides)
 
     def in_two_processes() -> Comparison:
-        tokens, native = locked["decode"], context("decode", Numerics.NATIVE)
+        tokens, native = locked["tokens"]["decode"], context("decode", Numerics.NATIVE)
 
         @asynccontextmanager
         async def sides() -> AsyncIterator[tuple[Timed, Timed]]:
@@ -137,10 +138,11 @@ def comparisons(model: Path, locked: Mapping[str, Any], llama_bench: Path) -> li
                 async with open_up(file), open_route(file) as two, open_pipeline(model, context=native) as whole:
                     yield _runs(two, "decode", tokens), _runs(whole, "decode", tokens)
 
-        return Comparison("decode, two processes / whole, 1 thread each", tokens, goal, sides)
+        name = "decode, two processes / whole, 1 thread each"
+        return Comparison(name, tokens, locked["rounds"]["decode"], goal, sides)
 
     def of_numerics(phase: str) -> Comparison:
-        tokens = locked[phase]
+        tokens = locked["tokens"][phase]
 
         @asynccontextmanager
         async def sides() -> AsyncIterator[tuple[Timed, Timed]]:
@@ -151,20 +153,21 @@ def comparisons(model: Path, locked: Mapping[str, Any], llama_bench: Path) -> li
                 yield _runs(exact, phase, tokens), _runs(native, phase, tokens)
 
         asked = None if phase == "prefill" else goal
-        return Comparison(f"{phase}, exact / native numerics, 1 thread", tokens, asked, sides)
+        name = f"{phase}, exact / native numerics, 1 thread"
+        return Comparison(name, tokens, locked["rounds"][phase], asked, sides)
 
     for threads in locked["threads"]:
         found += [against_upstream(phase, threads) for phase in ("prefill", "decode")]
     return [*found, in_two_processes(), of_numerics("prefill"), of_numerics("decode")]
 
 
-async def measure(journal: Journal, compared: Sequence[Comparison], rounds: int, bar: Progress) -> None:
+async def measure(journal: Journal, compared: Sequence[Comparison], bar: Progress) -> None:
     """Measure the rounds that are missing in the journal."""
     for comparison in compared:
-        units = [f"{comparison.name}, round {number}" for number in range(rounds)]
+        units = [f"{comparison.name}, round {number}" for number in range(comparison.rounds)]
         missing = [number for number, unit in enumerate(units) if journal.get(unit) is None]
         bar.begin(comparison.name)
-        bar.done(rounds - len(missing))
+        bar.done(comparison.rounds - len(missing))
         if not missing:
             continue
         async with comparison.open() as sides:
@@ -229,7 +232,6 @@ def register(subparsers: Any) -> None:
     parser.add_argument(
         "--threads", type=int, nargs="+", default=[1], metavar="N", help="of a stage and of llama-bench (default: 1)"
     )
-    parser.add_argument("--rounds", type=int, metavar="N", help=f"of each comparison (default: {_FULL['rounds']})")
     parser.add_argument(
         "--llama-bench",
         type=Path,
@@ -245,8 +247,6 @@ def _check_arguments(args: argparse.Namespace) -> None:
     for threads in args.threads:
         if not 1 <= threads <= cpus:
             raise InputError(f"--threads {threads}: give 1 to {cpus}, the CPUs this process may use")
-    if args.rounds is not None and args.rounds < 1:
-        raise InputError(f"--rounds {args.rounds}: give at least 1")
     if cpus < 2:
         raise InputError(f"this process may use {cpus} CPU; two stage processes of one thread each need 2")
 
@@ -262,7 +262,6 @@ def run(args: argparse.Namespace) -> int:
     locked: dict[str, Any] = {
         "name": "overhead, quick" if args.quick else "overhead",
         **sizes,
-        "rounds": args.rounds or sizes["rounds"],
         "threads": sorted(set(args.threads)),
         "split": [str(layers) for layers in cut_at(n_layers, [n_layers // 2])],
         "settings": {name: getattr(settings, name) for name in ("n_batch", "n_ubatch", "type_k", "flash_attn")},
@@ -273,8 +272,8 @@ def run(args: argparse.Namespace) -> int:
     subject = {"model": Path(model).name, "artifact": artifact.identity}
     journal = Journal.open(args.out, "overhead", locked, subject, args.command_line, fresh=args.fresh)
     compared = comparisons(Path(model), locked, binary)
-    with Progress("overhead", len(compared) * locked["rounds"] + len(hop_plan["transports"])) as bar:
-        trio.run(measure, journal, compared, locked["rounds"], bar)
+    with Progress("overhead", sum(each.rounds for each in compared) + len(hop_plan["transports"])) as bar:
+        trio.run(measure, journal, compared, bar)
         trio.run(hops.measure, journal, hop_plan, bar)
     units = journal.result.units
     result = journal.finish(figures(units), checks(units, compared))

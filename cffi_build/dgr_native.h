@@ -72,6 +72,7 @@ typedef struct dgr_stage_info {
     uint64_t state_bytes[7]; // allocated per component, all slots
     int32_t  state_layers[7]; // layers that hold the component
     uint64_t output_bytes;  // host buffer for logits and residuals
+    char     devices[512];  // what may compute, a line each: llama.cpp's name of the backend, then the device's own words
 } dgr_stage_info;
 
 // One native batch. Entries of one sequence are consecutive and ascending in position; sequences ascend.

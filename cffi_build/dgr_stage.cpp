@@ -165,6 +165,24 @@ static void check_hash_routing(const char * path, const llama_model & model) {
     }
 }
 
+// Devices of the scheduler, in the order in which it prefers them. A line that does not fit is left out.
+static void name_devices(llama_context & ctx, char * out, size_t size) {
+    ggml_backend_sched_t sched = ctx.get_sched();
+    std::string lines;
+    for (int i = 0; i < ggml_backend_sched_get_n_backends(sched); ++i) {
+        ggml_backend_t     backend = ggml_backend_sched_get_backend(sched, i);
+        ggml_backend_dev_t device  = ggml_backend_get_device(backend);
+        std::string line = ggml_backend_name(backend);
+        if (device) {
+            line += std::string(" ") + ggml_backend_dev_description(device);
+        }
+        if (lines.size() + line.size() + 2 <= size) {
+            lines += (lines.empty() ? "" : "\n") + line;
+        }
+    }
+    snprintf(out, size, "%s", lines.c_str());
+}
+
 static void fill_info(dgr_stage & stage) {
     const llama_context & ctx = *stage.ctx;
     const llama_hparams & hp  = stage.model->hparams;
@@ -177,6 +195,7 @@ static void fill_info(dgr_stage & stage) {
     info.n_batch   = ctx.n_batch();
     info.n_ubatch  = ctx.n_ubatch();
     info.n_seq_max = ctx.n_seq_max();
+    name_devices(*stage.ctx, info.devices, sizeof(info.devices));
 
     for (const auto & [buft, bytes] : llama_get_memory_breakdown(&ctx)) {
         info.weight_bytes  += bytes.model;

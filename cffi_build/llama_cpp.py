@@ -8,7 +8,7 @@ key made of everything that decides what the libraries compute: pin, patches, co
     python llama_cpp.py --unpatched     # upstream as it is, for tests that compare with it
     python llama_cpp.py --llama-bench   # upstream's llama-bench as it is; prints the path of the binary
     python llama_cpp.py source DIR      # only the patched source tree
-    python llama_cpp.py digest DIR      # digest of the used paths of a tree
+    python llama_cpp.py digest DIR      # digest of the used paths of a tree; with --llama-bench, of what that needs besides
 
 DGR_LLAMA_CPP_SOURCE names a checkout to use in place of the download; it must have the pinned digest.
 DGR_LLAMA_CMAKE_ARGS are further CMake arguments for llama.cpp, for instance -DGGML_CUDA=ON.
@@ -334,12 +334,12 @@ def main() -> None:
     options = parser.parse_args()
     if (options.folder is None) != (options.action == "build"):
         parser.error("source and digest take a folder, build takes none")
-    if options.llama_bench and options.action != "build":
-        parser.error("--llama-bench goes with build alone")
+    if options.llama_bench and options.action == "source":
+        parser.error("--llama-bench goes with build and digest")
     logging.basicConfig(level=logging.ERROR, stream=sys.stderr)  # patch-ng's
     try:
         if options.action == "digest":
-            print(tree_digest(options.folder))
+            print(tree_digest(options.folder, "llama_bench" if options.llama_bench else "tree"))
         elif options.action == "source":
             options.folder.mkdir(parents=True)
             prepare_source(options.folder, patched=not options.unpatched)

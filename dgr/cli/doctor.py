@@ -67,6 +67,7 @@ def _print(report: RouteReport) -> None:
                 f"{stage.address:<24} {stage.layers:<6} round trip {1e3 * stage.round_trip:8.3f} ms"
                 f"   {human_bytes(int(stage.bandwidth)):>10}/s   {stage.identity.runtime}"
                 f"   kernels {stage.identity.kernel_fingerprint[:8]}"
+                f"   {stage.identity.context.numerics} on {', '.join(stage.identity.devices) or 'unknown devices'}"
             )
     for problem in report.problems:
         print(f"\n{problem.where}: {problem.what}\n  next: {problem.next_step}")

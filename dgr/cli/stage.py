@@ -109,6 +109,7 @@ def _announce(args: argparse.Namespace, listeners: list[trio.SocketListener], en
             "layers": str(about.layers),
             "artifact": about.artifact,
             "kernel_fingerprint": about.kernel_fingerprint,
+            "devices": list(about.devices),
             "weights_bytes": memory.weights,
             "state_bytes": sum(memory.state.values()),
             "compute_bytes": memory.compute,
@@ -116,7 +117,8 @@ def _announce(args: argparse.Namespace, listeners: list[trio.SocketListener], en
         print(json.dumps(line), flush=True)
     else:
         print(
-            f"stage {about.layers} listens on {address}: weights {human_bytes(memory.weights)}, state"
+            f"stage {about.layers} listens on {address}, {about.context.numerics.value} numerics on"
+            f" {', '.join(about.devices)}: weights {human_bytes(memory.weights)}, state"
             f" {human_bytes(sum(memory.state.values()))}, compute {human_bytes(memory.compute)}",
             flush=True,
         )

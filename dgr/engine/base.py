@@ -97,6 +97,8 @@ class EngineDescription:
     capabilities: Mapping[str, str] = field(factory=dict)
     #: Version of dgr and of the native code behind it, e.g. ``0.1.0 llama.cpp 0c1e57098+d5786b98``.
     runtime: str = ""
+    #: What may compute, preferred first, e.g. ``CUDA0 NVIDIA H200``; the CPU alone wherever numerics are exact.
+    devices: tuple[str, ...] = ()
 
     @property
     def is_head(self) -> bool:

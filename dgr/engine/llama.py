@@ -168,6 +168,7 @@ class LlamaEngine:
             components=tuple(name for name, size in self._memory.state.items() if size),
             capabilities={"decode": "executable", CAPABILITY: RESERVED},
             runtime=runtime_version(),
+            devices=tuple(self._native.ffi.string(self._info.devices).decode("utf-8", "replace").splitlines()),
         )
 
     @property

@@ -57,6 +57,7 @@ def identity_of(description: EngineDescription) -> frames.Identity:
         ),
         components=description.components,
         capabilities=tuple(sorted(description.capabilities.items())),
+        devices=tuple(device[:128] for device in description.devices[:64]),
     )
 
 
@@ -90,6 +91,7 @@ def describe_identity(identity: frames.Identity) -> EngineDescription:
             numerics=numerics,
         ),
         capabilities=dict(identity.capabilities),
+        devices=identity.devices,
     )
 
 

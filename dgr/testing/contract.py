@@ -153,6 +153,7 @@ class EngineContract:
             _same((about.is_head, about.is_tail), (True, True), "the whole model is head and tail")
             _same((about.width_in, about.width_out), (0, 0), "the whole model takes ids and gives logits")
             _is(about.n_vocab > 0 and about.artifact and about.kernel_fingerprint, "identity is stated")
+            _is(len(about.devices) > 0, "what computes is stated")
             _same(about.capabilities.get("decode"), "executable", "capability decode")
             _same(about.capabilities.get("mtp"), "reserved", "capability mtp")
             for name in ("n_ctx", "n_batch", "n_ubatch", "n_seq_max"):

@@ -188,6 +188,7 @@ class FakeEngine:
             components=tuple(name for name, size in self._memory.state.items() if size),
             capabilities={"decode": "executable", "mtp": "reserved"},
             runtime="fake",
+            devices=("fake",),
         )
 
     def describe(self) -> EngineDescription:

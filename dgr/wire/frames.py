@@ -83,7 +83,7 @@ __all__ = [
 ]
 
 #: Grows with every change of the union.
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 class _Message(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

@@ -173,3 +173,5 @@ class Identity(_Plain, frozen=True):
     context: Context
     components: Annotated[tuple[Name, ...], Meta(max_length=64)]
     capabilities: Annotated[tuple[tuple[Name, Name], ...], Meta(max_length=64)]
+    #: For people: two stages may compute on different devices.
+    devices: Annotated[tuple[Name, ...], Meta(max_length=64)] = ()

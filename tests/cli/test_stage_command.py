@@ -116,9 +116,10 @@ def test_a_ready_stage_says_what_it_is(stages: Callable, small: Path) -> None:
     (stage,) = stages((small, "0:3"))
     assert isinstance(stage, Stage)
     assert set(stage.line) == {
-        "address", "layers", "artifact", "kernel_fingerprint", "weights_bytes", "state_bytes", "compute_bytes",
+        "address", "layers", "artifact", "kernel_fingerprint", "devices", "weights_bytes", "state_bytes", "compute_bytes",
     }  # fmt: skip
     assert stage.line["artifact"] == Artifact.open(small).identity
+    assert all(device.startswith("CPU") for device in stage.line["devices"])  # exact numerics, the default
     assert stage.ref.layers == LayerRange(0, 3)
     assert min(stage.line[name] for name in ("weights_bytes", "state_bytes", "compute_bytes")) > 0
 

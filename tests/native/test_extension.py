@@ -14,6 +14,8 @@ import pytest
 
 import dgr.engine._native as native
 import dgr.testing._probe as probe
+from dgr.engine.base import ContextParams, Numerics
+from dgr.engine.llama import LlamaEngine
 
 CFFI_BUILD = Path(__file__).resolve().parents[2] / "cffi_build"
 
@@ -131,3 +133,16 @@ lib.dgr_stage_close(stage[0])
     assert sum("constructing llama_context" in line for line in lines) == 1  # silent the second time
     assert all(re.match(r"[1-4] .", line) for line in lines)
     assert not any("unused tensor" in line for line in lines)
+
+
+@pytest.mark.parametrize("numerics", list(Numerics))
+def test_a_stage_says_what_it_computes_on(five_layers: Path, numerics: Numerics) -> None:
+    """Exact numerics on the CPU alone, whatever else the build knows; native ones on at least that."""
+    engine = LlamaEngine(five_layers, None, ContextParams(n_ctx=256, numerics=numerics))
+    try:
+        devices = engine.describe().devices
+    finally:
+        engine.stop()
+    on_cpu = [device.split()[0] == "CPU" for device in devices]
+    assert any(on_cpu)
+    assert all(on_cpu) or numerics is Numerics.NATIVE

@@ -176,6 +176,7 @@ SEQUENCES = {
     "Frontier.components": "counts and a digest per component",
     "Identity.components": "names",
     "Identity.capabilities": "pairs of names",
+    "Identity.devices": "names",
     "Hello.wants": "names",
 }
 #: Members that announce a payload; what it holds is checked by size.

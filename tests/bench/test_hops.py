@@ -1,0 +1,133 @@
+"""Hops: what is counted and judged, and real ones, a few."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import hops
+from bench.cli import main
+from bench.echo import LIMITS, open_echo, open_echo_link, payload_bytes
+from bench.progress import Progress
+from bench.results import Journal
+
+PAYLOAD = payload_bytes(1)
+
+
+def timed(extra_ms: float) -> dict[str, Any]:
+    """A unit in which every hop takes so much longer than its wire."""
+    bare = [0.1, 0.3, 0.2, 0.15]
+    return {
+        "tokens": 1,
+        "payload_bytes": PAYLOAD,
+        "bare_ms": bare,
+        "link_ms": [round_trip + 2 * extra_ms for round_trip in bare],
+    }
+
+
+def counted(extra: int) -> dict[str, Any]:
+    return {"tokens": 1, "payload_bytes": PAYLOAD, "frames": 40, "wire_bytes": 40 * (PAYLOAD + extra)}
+
+
+def units(memory: float = 0.1, tls: float = 0.3, extra: int = 290) -> dict[str, dict[str, Any]]:
+    return {"memory, decode": timed(memory), "tls, decode": timed(tls), "tls, decode, bytes": counted(extra)}
+
+
+def open_journal(folder: Path, plan: dict[str, Any]) -> Journal:
+    return Journal.open(folder, "hops", plan, {}, "dgr-bench hops")
+
+
+def test_goals_that_are_met() -> None:
+    verdicts = hops.checks(units())
+    assert [check.name for check in verdicts] == [
+        "extra time of a hop in process",
+        "extra time of a hop over loopback TLS",
+        "bytes of a frame over TLS",
+    ]
+    assert all(check.passed for check in verdicts)
+    assert [check.cases for check in verdicts] == [4, 4, 40]
+
+
+@pytest.mark.parametrize(
+    ("bad", "name"),
+    [
+        ({"memory": 0.26}, "extra time of a hop in process"),
+        ({"tls": 0.61}, "extra time of a hop over loopback TLS"),
+        ({"extra": 321}, "bytes of a frame over TLS"),
+    ],
+)
+def test_a_goal_that_is_missed(bad: dict[str, Any], name: str) -> None:
+    assert [check.name for check in hops.checks(units(**bad)) if not check.passed] == [name]
+
+
+def test_figures() -> None:
+    found = hops.figures(units(memory=0.05))["memory, decode"]
+    assert found["extra_ms_per_hop"].median == pytest.approx(0.05)
+    assert found["bare_ms"].median == pytest.approx(0.175)
+    assert hops.figures(units())["tls, decode, bytes"] == {"bytes_per_frame": PAYLOAD + 290, "extra_bytes": 290}
+
+
+async def test_rounds_in_process_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = hops.plan(True, ("memory",)) | {"rounds": {"decode": 5, "prefill": 1}}
+    journal = open_journal(tmp_path, plan)
+    with Progress("hops", 1) as bar:
+        await hops.measure(journal, plan, bar)
+    unit = journal.result.units["memory, decode"]
+    assert len(unit["bare_ms"]) == len(unit["link_ms"]) == 5
+    assert len(journal.result.units["memory, prefill"]["link_ms"]) == 1
+
+    def fail(transport: str) -> None:
+        raise AssertionError("everything was measured before")
+
+    monkeypatch.setattr(hops, "open_echo", fail)
+    again = open_journal(tmp_path, plan)
+    with Progress("hops", 1) as bar:
+        await hops.measure(again, plan, bar)
+    assert again.result.units == journal.result.units
+
+
+async def test_bytes_on_the_wire(tmp_path: Path) -> None:
+    plan = hops.plan(True, ("tls",)) | {"rounds": {"decode": 2}}
+    journal = open_journal(tmp_path, plan)
+    with Progress("hops", 1) as bar:
+        await hops.measure(journal, plan, bar)
+    unit = journal.result.units["tls, decode, bytes"]
+    assert unit["frames"] == 4
+    extra = hops.figures(journal.result.units)["tls, decode, bytes"]["extra_bytes"]
+    # More than TLS records of at most 16 KiB, 22 bytes each, and within the goal: bytes are no matter of chance.
+    assert 5 * 22 < extra <= hops.GOALS["bytes"].value
+
+
+async def test_an_echo_in_this_process_has_no_wire() -> None:
+    async with open_echo("memory") as echo, echo.connect() as stream, open_echo_link(stream) as link:
+        assert link.limits == LIMITS
+        with pytest.raises(ValueError, match="no wire"):
+            async with echo.counted():
+                pass
+
+
+@pytest.mark.parametrize(("extra", "code", "verdict"), [(100, 0, "PASSED"), (400, 1, "NOT PASSED")])
+def test_the_command(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    extra: int,
+    code: int,
+    verdict: str,
+) -> None:
+    async def measure(journal: Journal, plan: object, bar: object) -> None:
+        for name, unit in units(extra=extra).items():
+            journal.put(name, unit)
+
+    monkeypatch.setattr(hops, "measure", measure)
+    assert main(["hops", "--quick", "--transport", "memory", "tls", "--out", str(tmp_path)]) == code
+    assert f"\n{verdict}: " in capsys.readouterr().out
+    report = (tmp_path / "report.md").read_text()
+    assert f"**{verdict}**" in report
+    assert f"| tls | decode | {PAYLOAD} | {extra}.0 |" in report
+    assert (tmp_path / "plots" / "hops.png").exists()
+    assert (tmp_path / "plots" / "hops.svg").exists()
+    assert json.loads((tmp_path / "result.json").read_text())["complete"]

@@ -1,0 +1,196 @@
+"""Overhead: who begins, what is resumed, what is judged and refused; and every comparison once, on a small model."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from bench import hops, overhead
+from bench.cli import main
+from bench.overhead import Comparison, Timed
+from bench.progress import Progress
+from bench.results import Journal
+from bench.spreads import Goal, spread
+from dgr import open_pipeline
+from dgr.engine.native import build_info
+from dgr.errors import EngineError
+
+GOAL = Goal("at least", 0.97)
+
+
+class Sides:
+    """Two sides that take the seconds they are told to, and who ran when."""
+
+    def __init__(self, ours: float, theirs: float, fails_after: int = 1000) -> None:
+        self.seconds = {"ours": ours, "theirs": theirs}
+        self.ran: list[str] = []
+        self.opened = 0
+        self._fails_after = fails_after
+
+    def _side(self, name: str) -> Timed:
+        async def run() -> float:
+            if len(self.ran) == self._fails_after:
+                raise EngineError("told to fail")
+            self.ran.append(name)
+            return self.seconds[name]
+
+        return run
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[tuple[Timed, Timed]]:
+        self.opened += 1
+        yield self._side("ours"), self._side("theirs")
+
+    def comparison(self, name: str = "decode, a / b", goal: Goal | None = GOAL, rounds: int = 3) -> Comparison:
+        return Comparison(name, tokens=64, rounds=rounds, goal=goal, open=self.open)
+
+
+def open_journal(folder: Path) -> Journal:
+    return Journal.open(folder, "overhead", {"name": "a plan"}, {}, "dgr-bench overhead")
+
+
+async def run(journal: Journal, *sides: Comparison) -> None:
+    with Progress("overhead", 1) as bar:
+        await overhead.measure(journal, sides, bar)
+
+
+async def test_the_sides_take_turns_to_begin(tmp_path: Path) -> None:
+    sides, journal = Sides(2.0, 1.0), open_journal(tmp_path)
+    await run(journal, sides.comparison())
+    warm_up, *rounds = [sides.ran[at : at + 2] for at in range(0, len(sides.ran), 2)]
+    assert warm_up == ["ours", "theirs"]
+    assert rounds == [["ours", "theirs"], ["theirs", "ours"], ["ours", "theirs"]]
+    assert [unit["began"] for unit in journal.result.units.values()] == ["ours", "theirs", "ours"]
+    assert journal.result.units["decode, a / b, round 0"] == {
+        "tokens": 64, "ours_s": 2.0, "theirs_s": 1.0, "began": "ours",
+    }  # fmt: skip
+
+
+async def test_only_missing_rounds_are_measured(tmp_path: Path) -> None:
+    sides = Sides(1.0, 1.0, fails_after=2 + 2 * 2)
+    with pytest.raises(EngineError, match="told to fail"):
+        await run(open_journal(tmp_path), sides.comparison())
+    again, journal = Sides(1.0, 1.0), open_journal(tmp_path)
+    assert len(journal.result.units) == 2
+    await run(journal, again.comparison())
+    assert len(again.ran) == 2 + 2  # the warm-up and the third round
+    assert len(journal.result.units) == 3
+    await run(journal, again.comparison())
+    assert again.opened == 1
+
+
+async def test_a_ratio_is_one_of_speeds(tmp_path: Path) -> None:
+    journal = open_journal(tmp_path)
+    slow, fast = Sides(2.0, 1.9).comparison("slow / fast"), Sides(1.0, 1.25).comparison("fast / slow", None)
+    await run(journal, slow, fast)
+    units = journal.result.units
+    assert overhead.ratios(units) == {"slow / fast": [0.95] * 3, "fast / slow": [1.25] * 3}
+    (verdict,) = overhead.checks(units, [slow, fast])
+    assert (verdict.name, verdict.passed, verdict.cases) == ("speed of slow / fast", False, 3)
+    assert verdict.detail == "median 0.950 (0.950 to 0.950), quartiles in brackets; goal at least 0.97"
+    assert overhead.figures(units)["speed"]["slow / fast"]["theirs_tokens_per_s"].median == pytest.approx(64 / 1.9)
+
+
+def test_a_spread() -> None:
+    assert spread([3.0, 1.0, 2.0, 5.0, 4.0]) == spread([1.0, 2.0, 3.0, 4.0, 5.0])
+    found = spread([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert (found.median, found.low, found.high, found.count) == (3.0, 2.0, 4.0, 5)
+    assert (spread([7.0]).low, spread([7.0]).high) == (7.0, 7.0)
+
+
+@pytest.mark.parametrize(("bound", "passes"), [("at least", [False, True, True]), ("at most", [True, True, False])])
+def test_a_goal(bound: str, passes: list[bool]) -> None:
+    goal = Goal(bound, 0.5, "ms")
+    assert [goal.check("x", spread([value])).passed for value in (0.49, 0.5, 0.51)] == passes
+    assert goal.check("x", spread([0.4])).detail.endswith(f"goal {bound} 0.5 ms")
+
+
+def llama_bench(folder: Path) -> Path:
+    """A program that says what llama-bench says to its command line, with a second for every test."""
+    path = folder / "llama-bench"
+    path.write_text(
+        f"""#!{sys.executable}
+import json, sys
+given = dict(zip(sys.argv[1::2], sys.argv[2::2]))
+print(json.dumps([{{
+    "build_commit": "{build_info()["llama_cpp_commit"]}", "n_prompt": int(given["-p"]), "n_gen": int(given["-n"]),
+    "n_depth": 0, "n_threads": int(given["-t"]), "n_batch": int(given["-b"]), "n_ubatch": int(given["-ub"]),
+    "type_k": given["-ctk"], "flash_attn": int(given["-fa"]), "load_mode": given["-lm"], "samples_ns": [10**9],
+}}]))
+"""
+    )
+    path.chmod(0o755)
+    return path
+
+
+@pytest.mark.parametrize(("ours", "code", "verdict"), [(1.0, 0, "PASSED"), (1.1, 1, "NOT PASSED")])
+def test_the_command(
+    tmp_path: Path,
+    small: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    ours: float,
+    code: int,
+    verdict: str,
+) -> None:
+    async def no_hops(*_: object) -> None:
+        pass
+
+    compared = [
+        Sides(ours, 1.0).comparison("decode, one stage / llama-bench, 1 thread"),
+        Sides(1.5, 1.0).comparison("prefill, exact / native numerics, 1 thread", None),
+    ]
+    monkeypatch.setattr(overhead, "comparisons", lambda *_: compared)
+    monkeypatch.setattr(hops, "measure", no_hops)
+    arguments = ["overhead", "--model", str(small), "--llama-bench", str(llama_bench(tmp_path))]
+    assert main([*arguments, "--out", str(tmp_path / "out")]) == code
+    assert f"\n{verdict}: " in capsys.readouterr().out
+    report = (tmp_path / "out" / "report.md").read_text()
+    assert "| prefill, exact / native numerics, 1 thread | 42.7 | 64.0 | 0.667 (0.667 to 0.667) |  |" in report
+    assert str(tmp_path) not in report.split("| commands |")[0]
+    for kind in ("png", "svg"):
+        assert (tmp_path / "out" / "plots" / f"overhead.{kind}").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--threads", "0"], "--threads 0: give 1 to"),
+        (["--threads", "1", "4097"], "--threads 4097: give 1 to"),
+        (["--llama-bench", "/nowhere"], "--llama-bench /nowhere is no program"),
+    ],
+)
+def test_what_is_refused(
+    tmp_path: Path, small: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+) -> None:
+    assert main(["overhead", "--model", str(small), "--out", str(tmp_path / "out"), *arguments]) == 2
+    assert words in capsys.readouterr().err
+    assert not (tmp_path / "out" / "result.json").exists()
+
+
+async def test_seconds_of_a_pipeline(small: Path) -> None:
+    async with open_pipeline(small) as pipeline:
+        assert await overhead.prefill_seconds(pipeline, 40) > 0
+        assert await overhead.decode_seconds(pipeline, 4) > 0
+
+
+async def test_every_comparison_runs(tmp_path: Path, small: Path) -> None:
+    locked = {
+        "tokens": {"prefill": 32, "decode": 4},
+        "rounds": {"prefill": 1, "decode": 1},
+        "threads": [1],
+        "split": ["0:3", "3:7"],
+        "settings": {"n_batch": 32, "n_ubatch": 32, "type_k": "f16", "flash_attn": True},
+        "goal": 0.97,
+    }
+    compared = overhead.comparisons(small, locked, llama_bench(tmp_path))
+    journal = open_journal(tmp_path / "out")
+    await run(journal, *compared)
+    assert len(journal.result.units) == len(compared) == 5
+    for name, unit in journal.result.units.items():
+        assert unit["ours_s"] > 0, name
+        assert (unit["theirs_s"] == 1.0) is ("llama-bench" in name), name
