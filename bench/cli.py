@@ -6,8 +6,9 @@ import argparse
 import shlex
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
-from bench import certify, compare, drill, hops, overhead, real, verify
+from bench import certify, compare, describe, drill, frontier, hops, overhead, real, verify
 from dgr.cli.exit_codes import BAD_INPUT, FAILED, INTERRUPTED
 from dgr.errors import DgrError, InputError
 
@@ -19,7 +20,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="dgr-bench", description="Certify and measure dgr. Every command writes result.json, report.md and plots/."
     )
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (certify, verify, compare, real, drill, overhead, hops):
+    for command in (certify, verify, compare, real, describe, frontier, drill, overhead, hops):
         command.register(subparsers)
     return parser
 
@@ -28,6 +29,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; gives the exit code: 0, 1 failed or not passed, 2 bad input, 130 interrupted."""
     args = _parser().parse_args(argv)
     args.command_line = shlex.join(["dgr-bench", *(sys.argv[1:] if argv is None else argv)])
+    if getattr(args, "default_out", None) is not None and args.out is None:
+        args.out = Path(f"{args.default_out}-quick" if args.quick else args.default_out)
     try:
         return int(args.run(args))
     except InputError as error:

@@ -31,7 +31,7 @@ import trio
 from attrs import evolve, frozen
 
 from bench import frontier_report
-from bench.frontier_report import SUBJECTS, At, BesideUpstream, Plan, Run, checks, figures
+from bench.frontier_figures import GOAL, SUBJECTS, At, BesideUpstream, Plan, Run, checks, figures
 from bench.options import add_run_arguments, exit_code, say
 from bench.progress import Progress
 from bench.results import Journal
@@ -369,9 +369,7 @@ def _lengths(text: str) -> tuple[int, ...]:
 
 
 def _plan(args: argparse.Namespace, n_layers: int) -> Plan:
-    lengths = (
-        _lengths(args.lengths) if args.lengths is not None else _QUICK_LENGTHS if args.quick else _LENGTHS
-    )
+    lengths = _lengths(args.lengths) if args.lengths is not None else _QUICK_LENGTHS if args.quick else _LENGTHS
     decode = args.decode if args.decode is not None else _QUICK_DECODE if args.quick else _DECODE
     if not _BLOCKS <= decode <= 1 << 20:
         raise InputError(f"--decode is {decode}; give {_BLOCKS} to {1 << 20} tokens")
@@ -389,7 +387,7 @@ def _plan(args: argparse.Namespace, n_layers: int) -> Plan:
         split=",".join(map(str, ranges)),
         subjects=SUBJECTS if len(ranges) > 1 else SUBJECTS[:2],
         numerics=args.numerics,
-        goal=None if args.quick else Plan.model_goal,
+        goal=None if args.quick else GOAL,
         upstream=args.upstream,
     )
 
@@ -403,7 +401,9 @@ def run(args: argparse.Namespace) -> int:
     if plan.upstream:
         job = evolve(job, llama_bench=find_llama_bench(args.llama_bench))
     subject = {"model": artifact.file.path.name, "artifact": artifact.identity, "split": plan.split}
-    journal = Journal.open(args.out, "frontier", msgspec.to_builtins(plan), subject, args.command_line, fresh=args.fresh)
+    journal = Journal.open(
+        args.out, "frontier", msgspec.to_builtins(plan), subject, args.command_line, fresh=args.fresh
+    )
     trio.run(frontier, job, journal)
     frontier_report.write(journal.result, plan, journal.folder)
     say(journal.result, journal.folder, args.json)

@@ -15,12 +15,12 @@ __all__ = ["add_run_arguments", "add_subject_arguments", "exit_code", "say"]
 
 def add_run_arguments(parser: argparse.ArgumentParser, out: str) -> None:
     """``--out``, ``--quick``, ``--fresh`` and ``--json``."""
+    parser.set_defaults(default_out=out)
     parser.add_argument(
         "--out",
         type=Path,
-        default=Path(out),
         metavar="DIR",
-        help=f"folder of result, report and plots; an unfinished run there is resumed (default: {out})",
+        help=f"folder of result, report and plots; an unfinished run there is resumed (default: {out}, {out}-quick)",
     )
     parser.add_argument("--quick", action="store_true", help="less of everything, in under a minute: a smoke test")
     parser.add_argument("--fresh", action="store_true", help="begin anew over what is in the folder")

@@ -1,0 +1,56 @@
+"""``dgr-bench`` as people meet it: its commands, its defaults, its schema."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from bench.cli import main
+from bench.describe import result_schema
+from bench.profiles import PROFILES, Profile
+from bench.results import SCHEMA
+
+COMMANDS = ("certify", "verify", "compare", "real", "profile", "schema", "drill", "frontier", "overhead", "hops")
+
+
+def test_the_help_names_every_command(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as ended:
+        main(["--help"])
+    assert ended.value.code == 0
+    said = capsys.readouterr().out
+    assert [name for name in COMMANDS if f"    {name} " not in said and f"    {name}\n" not in said] == []
+
+
+@pytest.mark.parametrize("arguments", [[], ["certif"], ["certify", "--no-such-flag"], ["verify"], ["compare", "one"]])
+def test_a_wrong_command_line_is_bad_input(arguments: list[str], capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    assert "usage: dgr-bench" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["verify", "compare"])
+def test_what_is_no_result_is_told_in_one_line(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    paths = [str(tmp_path)] * (2 if command == "compare" else 1)
+    assert main([command, *paths]) == 2
+    said = capsys.readouterr().err
+    assert "give a result.json or its folder" in said
+    assert said.count("\n") == 1
+
+
+def test_a_profile_is_printed_as_it_is_read(capsys: pytest.CaptureFixture[str]):
+    assert main(["profile", "fixture"]) == 0
+    said = capsys.readouterr()
+    assert msgspec.json.decode(said.out, type=Profile) == PROFILES["fixture"]
+    assert PROFILES["fixture"].digest in said.err
+
+
+def test_the_schema_describes_result_profile_and_units(capsys: pytest.CaptureFixture[str]):
+    assert main(["schema"]) == 0
+    schema = msgspec.json.decode(capsys.readouterr().out)
+    assert schema == msgspec.json.decode(msgspec.json.encode(result_schema()))
+    assert (schema["title"], schema["$ref"]) == (SCHEMA, "#/$defs/Result")
+    assert {"Result", "Profile", "LengthRun", "Refusal", "MemoryAt", "Outcome"} <= set(schema["$defs"])
+    assert all(reference.removeprefix("#/$defs/") in schema["$defs"] for reference in schema["units"].values())
