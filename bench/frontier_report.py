@@ -168,7 +168,7 @@ def _decode_picture(folder: Path, figures: Mapping[str, Any], names: Mapping[str
             found = figures["decode"][name]
             fitted = Line(found["slope_ms_per_1000"], found["base_ms"])
             axes.errorbar(xs, medians, yerr=quartiles, fmt=marker, color=colour, capsize=3, elinewidth=1)
-            label = f"{text}: {fitted.base_ms:.1f} ms + {fitted.slope_ms:.3f} ms per 1000 tokens"
+            label = f"{text}: {fitted.base_ms:.1f} ms {fitted.slope_ms:+.3f} ms per 1000 tokens"
             axes.plot(
                 [0, xs[-1]],
                 [fitted.at(0), fitted.at(xs[-1])],
