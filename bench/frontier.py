@@ -28,7 +28,7 @@ from typing import Any
 import msgspec
 import psutil
 import trio
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 
 from bench import frontier_report
 from bench.frontier_figures import GOAL, SUBJECTS, At, BesideUpstream, Plan, Run, checks, figures
@@ -68,16 +68,12 @@ class Job:
     #: Upstream's llama-bench; None: it is not run.
     llama_bench: Path | None = None
     #: What mutants stand in for, by subject.
-    wraps: Mapping[str, Wrap] = {}
+    wraps: Mapping[str, Wrap] = field(factory=dict)
 
-    @property
-    def ranges(self) -> tuple[LayerRange, ...]:
-        """Layers of the stages of ``split``."""
-        return parse_split(self.plan.split, self.artifact.hp.n_layers)
-
-    @property
-    def whole_range(self) -> tuple[LayerRange, ...]:
-        return (LayerRange(0, self.artifact.hp.n_layers),)
+    def layers(self, subject: str) -> tuple[LayerRange, ...]:
+        """Layers of its stages."""
+        n_layers = self.artifact.hp.n_layers
+        return parse_split(self.plan.split, n_layers) if subject == "split" else (LayerRange(0, n_layers),)
 
     @property
     def context(self) -> ContextParams:
@@ -93,17 +89,19 @@ class Job:
 
     def check(self) -> None:
         """Raise :class:`~dgr.errors.InputError` for lengths whose state, with the weights, fits no memory here."""
-        ranges = [layers for subject in self.plan.subjects for layers in self._layers(subject)]
+        ranges = [layers for subject in self.plan.subjects for layers in self.layers(subject)]
         needed = sum(estimate_memory(self.artifact, layers, self.context).total for layers in ranges)
-        limit = int(_MEMORY * psutil.virtual_memory().available)
+        limit = int(_MEMORY * available_bytes())
         if needed > limit:
             raise InputError(
                 f"--lengths up to {max(self.plan.lengths)} take {human_bytes(needed)} for {len(self.plan.subjects)} subjects"
                 f" beside each other, over {_MEMORY:.0%} of the available memory, {human_bytes(limit)}; give shorter lengths"
             )
 
-    def _layers(self, subject: str) -> tuple[LayerRange, ...]:
-        return self.ranges if subject == "split" else self.whole_range
+
+def available_bytes() -> int:
+    """Memory that new processes could have."""
+    return int(psutil.virtual_memory().available)
 
 
 # --- subjects --------------------------------------------------------------------------------------------------------
@@ -122,61 +120,65 @@ class Watched(Mutant):
         return outputs
 
 
-class Subject:
-    """Who holds a conversation: what is opened once, for all lengths."""
+class Stopwatch:
+    """Has the engine of the last layer :class:`Watched`; ``wrap`` stands in for engines before that."""
 
-    def __init__(self, job: Job, name: str) -> None:
-        self.name = name
-        #: When each call of the engine that owns the last layer ended, seconds of :func:`time.perf_counter`.
+    def __init__(self, wrap: Wrap | None = None) -> None:
+        #: When each of its calls ended, seconds of :func:`time.perf_counter`.
         self.ended: list[float] = []
-        self._wrap = job.wraps.get(name)
-        self.conversation: Callable[[], AbstractAsyncContextManager[Conversation]]
-        self._events: trio.MemoryReceiveChannel[Any] | None = None
+        self._wrap = wrap
 
-    def watch(self, index: int, engine: ShardEngine) -> ShardEngine:
-        """Stand in for the engine of a stage."""
+    def __call__(self, index: int, engine: ShardEngine) -> ShardEngine:
         if self._wrap is not None:
             engine = self._wrap(index, engine)
         return Watched(engine, self.ended) if engine.describe().is_tail else engine
 
+
+@frozen
+class Subject:
+    """Who holds conversations: loaded once, for all lengths."""
+
+    name: str
+    stopwatch: Stopwatch
+    #: A fresh session.
+    conversation: Callable[[], AbstractAsyncContextManager[Conversation]]
+    #: Of the pipeline; None for the bare engine.
+    events: trio.MemoryReceiveChannel[Any] | None = None
+
     def lost(self) -> list[str]:
         """Reasons for which sessions lost their state since this was last asked."""
         found: list[str] = []
-        while self._events is not None:
+        while self.events is not None:
             try:
-                event = self._events.receive_nowait()
+                event = self.events.receive_nowait()
             except (trio.WouldBlock, trio.EndOfChannel):
                 break
             if isinstance(event, StateLost):
                 found.append(event.reason)
         return found
 
-    @classmethod
-    @asynccontextmanager
-    async def open(cls, job: Job, name: str) -> AsyncIterator[Subject]:
-        """One of :data:`SUBJECTS`, loaded."""
-        subject, chunk = cls(job, name), job.plan.chunk
-        if name == "whole":
-            async with open_bare(job.artifact, job.context, wrap=subject.watch) as engine:
 
-                @asynccontextmanager
-                async def bare() -> AsyncIterator[Conversation]:
-                    try:
-                        yield Bare(engine, chunk)
-                    finally:
-                        engine.close(0)
+@asynccontextmanager
+async def open_subject(job: Job, name: str) -> AsyncIterator[Subject]:
+    """Load one of :data:`SUBJECTS`."""
+    stopwatch, chunk = Stopwatch(job.wraps.get(name)), job.plan.chunk
+    if name == "whole":
+        async with open_bare(job.artifact, job.context, wrap=stopwatch) as engine:
 
-                subject.conversation = bare
-                yield subject
-            return
-        ranges = job.ranges if name == "split" else job.whole_range
+            @asynccontextmanager
+            async def bare() -> AsyncIterator[Bare]:
+                try:
+                    yield Bare(engine, chunk)
+                finally:
+                    engine.close(0)
+
+            yield Subject(name, stopwatch, bare)
+    else:
         async with (
-            open_stages(job.artifact, ranges, job.context, subject.watch) as stages,
+            open_stages(job.artifact, job.layers(name), job.context, stopwatch) as stages,
             stages.pipeline(chunk) as pipeline,
         ):
-            subject._events = pipeline.events()
-            subject.conversation = partial(stages.conversation, pipeline)
-            yield subject
+            yield Subject(name, stopwatch, partial(stages.conversation, pipeline), pipeline.events())
 
 
 async def run_length(job: Job, subjects: Sequence[Subject], length: int) -> At:
@@ -188,11 +190,11 @@ async def run_length(job: Job, subjects: Sequence[Subject], length: int) -> At:
         talks = [await stack.enter_async_context(subject.conversation()) for subject in subjects]
         both = [(talk, subject, at.runs[subject.name]) for talk, subject in zip(talks, subjects, strict=True)]
         for talk, subject, into in both[first:] + both[:first]:
-            subject.ended.clear()
+            subject.stopwatch.ended.clear()
             began = time.perf_counter()
             into.tokens.append(await talk.start(prompt))
             into.first_token_s = time.perf_counter() - began
-            before, last = ([began, *subject.ended])[-2:]
+            before, last = [began, *subject.stopwatch.ended][-2:]
             into.last_chunk_s = last - before
         for _ in range(job.plan.decode):
             for talk, _, into in both:
@@ -215,7 +217,7 @@ async def run_upstream(job: Job, length: int) -> BesideUpstream:
     context = evolve(job.context, n_ctx=length + decode, numerics=Numerics.NATIVE)
     ours: list[float] = []
     async with (
-        open_stages(artifact, job.whole_range, context) as stages,
+        open_stages(artifact, job.layers("one"), context) as stages,
         stages.pipeline(job.plan.chunk) as pipeline,
         stages.conversation(pipeline) as talk,
     ):
@@ -283,7 +285,7 @@ async def measure(job: Job, journal: Journal) -> None:
         async with AsyncExitStack() as stack:
             subjects: list[Subject] = []
             if any(_is_missing(journal, f"length/{length}") for length in plan.lengths):
-                subjects = [await stack.enter_async_context(Subject.open(job, name)) for name in plan.subjects]
+                subjects = [await stack.enter_async_context(open_subject(job, name)) for name in plan.subjects]
             await each("length", partial(run_length, job, subjects))
         if plan.upstream:
             await each("upstream", partial(run_upstream, job))

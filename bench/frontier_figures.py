@@ -128,6 +128,10 @@ def line(times: Times) -> Line:
     return Line(found, mean_y - found * mean_x)
 
 
+def _ratio(ours: Line, theirs: Line) -> float:
+    return ours.slope_ms / theirs.slope_ms if theirs.slope_ms else math.inf
+
+
 def ratio_interval(ours: Times, theirs: Times, seed: int = 0) -> tuple[float, float]:
     """95 % of a block bootstrap of the ratio of both slopes; at each context both sides' tokens are drawn as pairs."""
     dice = random.Random(seed)
@@ -135,10 +139,10 @@ def ratio_interval(ours: Times, theirs: Times, seed: int = 0) -> tuple[float, fl
     for _ in range(_RESAMPLES):
         drawn = {context: list(_blocks(dice, len(seconds))) for context, seconds in ours.items()}
         one, other = (
-            line({context: [side[context][at] for at in places] for context, places in drawn.items()}).slope_ms
+            line({context: [side[context][at] for at in places] for context, places in drawn.items()})
             for side in (ours, theirs)
         )
-        ratios.append(one / other if other else math.inf)
+        ratios.append(_ratio(one, other))
     return percentile(ratios, 0.025), percentile(ratios, 0.975)
 
 
@@ -171,7 +175,7 @@ def figures(plan: Plan, units: Mapping[str, Any]) -> dict[str, Any]:
     beside = _beside(plan, units)
     return {
         "lengths": [_length(plan, at) for at in measured],
-        "decode": {name: _growth(times[name], times["whole"], name != "whole") for name in plan.subjects},
+        "decode": {name: _growth(times[name], times["whole"] if name != "whole" else None) for name in plan.subjects},
         "upstream": _upstream(beside) if plan.upstream else None,
     }
 
@@ -193,16 +197,23 @@ def _length(plan: Plan, at: At) -> dict[str, Any]:
     return {"length": at.length, "subjects": subjects}
 
 
-def _growth(ours: Times, whole: Times, compare: bool) -> dict[str, Any]:
-    """A line, and its slope over the whole model's with a 95 % interval; None where nothing can be said."""
+def _growth(ours: Times, whole: Times | None) -> dict[str, Any]:
+    """A line; and its slope over the whole model's, None where that does not grow: with all contexts, a 95 % interval,
+    and the range of it with each context left out in turn, which the machine's drift between contexts shows in."""
     found = line(ours)
     result: dict[str, Any] = {"slope_ms_per_1000": found.slope_ms, "base_ms": found.base_ms}
-    if compare:
-        base = line(whole).slope_ms
-        grows = base > 0
-        result["slope_ratio"] = found.slope_ms / base if grows else None
-        result["slope_ratio_interval"] = ratio_interval(ours, whole) if grows else None
+    if whole is None:
+        return result
+    grows = line(whole).slope_ms > 0
+    result["slope_ratio"] = _ratio(found, line(whole)) if grows else None
+    result["slope_ratio_interval"] = ratio_interval(ours, whole) if grows else None
+    without = [_ratio(_without(ours, left), _without(whole, left)) for left in ours] if grows else []
+    result["slope_ratio_leaving_one_out"] = (min(without), max(without)) if len(without) > 2 else None
     return result
+
+
+def _without(times: Times, left: int) -> Line:
+    return line({context: seconds for context, seconds in times.items() if context != left})
 
 
 def _upstream(beside: Sequence[BesideUpstream]) -> dict[str, Any]:
@@ -211,7 +222,7 @@ def _upstream(beside: Sequence[BesideUpstream]) -> dict[str, Any]:
     lines = {"ours": line(ours), "theirs": line(theirs)}
     return {
         **{side: {"slope_ms_per_1000": found.slope_ms, "base_ms": found.base_ms} for side, found in lines.items()},
-        "slope_ratio": lines["ours"].slope_ms / lines["theirs"].slope_ms if lines["theirs"].slope_ms > 0 else None,
+        "slope_ratio": _ratio(lines["ours"], lines["theirs"]) if lines["theirs"].slope_ms > 0 else None,
         "lengths": [
             {
                 "length": at.length,
@@ -301,7 +312,7 @@ def _states(plan: Plan, measured: Sequence[At]) -> Check:
 
 def _slope(plan: Plan, measured: Sequence[At], goal: float) -> Check:
     ours, whole = ({at.length: at.runs[name].token_s for at in measured} for name in ("one", "whole"))
-    found, base = _growth(ours, whole, True), line(whole)
+    found, base = _growth(ours, whole), line(whole)
     ratio, pairs = found["slope_ratio"], sum(map(len, ours.values()))
     if ratio is None:
         detail = f"the whole model's slope is {base.slope_ms:.3f} ms per 1000 tokens: no growth to compare with"

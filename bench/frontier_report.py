@@ -21,7 +21,8 @@ _LOOKS = {"one": (BLUE, "o"), "whole": (GREY, "s"), "split": (GREEN, "^")}
 _HOW = """Every subject runs one thread an engine and begins a fresh session for every length. In decode the subjects draw
 tokens in turns, at the same context; ratios are of neighbouring tokens. Medians, with quartiles in brackets."""
 
-_LINES = """Least squares through the medians; the interval is of a block bootstrap over pairs of tokens."""
+_LINES = """Least squares through the medians; the interval is of a block bootstrap over pairs of tokens. It knows
+nothing of what the machine does between two lengths; the range of the ratio with each length left out shows that."""
 
 _UPSTREAM = """A pipeline of one stage in native numerics, then llama-bench at the same depth (unpatched, no token drawn, its
 start, load and prefill untimed): medians over blocks of tokens. The two sides do not alternate: compare slopes."""
@@ -97,18 +98,25 @@ def _decode(lengths: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> s
 
 
 def _lines(decode: Mapping[str, Mapping[str, Any]], names: Mapping[str, str]) -> str:
-    heads = ("subject", "ms per 1000 tokens of context", "ms without context", "slope / whole model's", "95 % interval")
+    heads = (
+        "subject",
+        "ms per 1000 tokens of context",
+        "ms without context",
+        "slope / whole model's",
+        "95 % interval",
+        "one length left out",
+    )
     rows = []
     for name, text in names.items():
         found = decode[name]
-        ratio, interval = found.get("slope_ratio"), found.get("slope_ratio_interval")
+        ratio, intervals = found.get("slope_ratio"), ("slope_ratio_interval", "slope_ratio_leaving_one_out")
         rows.append(
             (
                 text,
                 f"{found['slope_ms_per_1000']:.3f}",
                 f"{found['base_ms']:.2f}",
                 "" if ratio is None else f"{ratio:.3f}",
-                "" if interval is None else f"{interval[0]:.3f} to {interval[1]:.3f}",
+                *("" if (of := found.get(key)) is None else f"{of[0]:.3f} to {of[1]:.3f}" for key in intervals),
             )
         )
     return reports.table(heads, rows)

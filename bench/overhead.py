@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import trio
-from attrs import asdict, frozen
+from attrs import asdict, evolve, frozen
 
 from bench import hops, reports
 from bench.environment import available_cpus
@@ -129,6 +129,8 @@ def comparisons(model: Path, locked: Mapping[str, Any], llama_bench: Path) -> li
 
     def in_two_processes() -> Comparison:
         tokens, native = locked["tokens"]["decode"], context("decode", Numerics.NATIVE)
+        # A stage takes no batch longer than its context, and would not be the one that the route asks for.
+        native = evolve(native, n_ctx=max(native.n_ctx, native.n_batch))
 
         @asynccontextmanager
         async def sides() -> AsyncIterator[tuple[Timed, Timed]]:

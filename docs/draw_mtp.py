@@ -15,7 +15,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
-from draw_states import comments, diagram  # noqa: E402 (found through the line above)
+from draw_states import comments, section  # noqa: E402 (found through the line above)
 
 from dgr.model import mtp_messages as messages  # noqa: E402
 from dgr.model.mtp_ownership import (  # noqa: E402
@@ -105,13 +105,7 @@ def reasons() -> Iterator[str]:
 
 def machines() -> Iterator[str]:
     for name, title in TITLES.items():
-        states, events, transitions, first = MACHINES[name]
-        yield from (f"### {title}", "", "```mermaid", *diagram(transitions, first), "```")
-        for what, members in (("state", states), ("event", events)):
-            words = comments(members)
-            yield ""
-            yield from table((what, "meaning"), ((member.value, words[member.name]) for member in members))
-        yield ""
+        yield from section(f"### {title}", MACHINES[name])
 
 
 def planes() -> Iterator[str]:

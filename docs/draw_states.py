@@ -7,7 +7,9 @@ import re
 from collections.abc import Iterator, Mapping
 from enum import Enum
 from pathlib import Path
+from typing import Any
 
+from dgr.model.machines import Table
 from dgr.runtime.states import MACHINES
 
 PAGE = Path(__file__).with_name("state-machines.md")
@@ -37,29 +39,25 @@ def comments(members: type[Enum]) -> Mapping[str, str]:
     return found
 
 
-def diagram(table: Mapping[tuple[Enum, Enum], Enum], first: Enum) -> Iterator[str]:
+def diagram(table: Table[Any, Any]) -> Iterator[str]:
     """Mermaid lines; events that lead from one state to the same other one share an arrow."""
     arrows: dict[tuple[Enum, Enum], list[str]] = {}
-    for (state, event), following in table.items():
+    for (state, event), following in table.transitions.items():
         arrows.setdefault((state, following), []).append(event.value)
     yield "stateDiagram-v2"
-    yield f"    [*] --> {first.value}"
+    yield f"    [*] --> {table.first.value}"
     for (state, following), events in arrows.items():
         yield f"    {state.value} --> {following.value}: {', '.join(events)}"
-    left = {state for state, _ in table}
-    for state in type(first):
+    left = {state for state, _ in table.transitions}
+    for state in table.states:
         if state not in left:
             yield f"    {state.value} --> [*]"
 
 
-def section(name: str) -> Iterator[str]:
-    states, events, table, first = MACHINES[name]
-    yield f"## {TITLES[name]}"
-    yield ""
-    yield "```mermaid"
-    yield from diagram(table, first)
-    yield "```"
-    for what, members in (("state", states), ("event", events)):
+def section(heading: str, table: Table[Any, Any]) -> Iterator[str]:
+    """A machine: its diagram, and what its states and events mean."""
+    yield from (heading, "", "```mermaid", *diagram(table), "```")
+    for what, members in (("state", table.states), ("event", table.events)):
         yield ""
         yield f"| {what} | meaning |"
         yield "|---|---|"
@@ -71,8 +69,8 @@ def section(name: str) -> Iterator[str]:
 
 def page() -> str:
     lines = [INTRODUCTION]
-    for name in MACHINES:
-        lines += section(name)
+    for name, table in MACHINES.items():
+        lines += section(f"## {TITLES[name]}", table)
     return "\n".join(lines).rstrip() + "\n"
 
 

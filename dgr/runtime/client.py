@@ -26,12 +26,13 @@ from dgr.errors import (
     SessionLost,
     WireError,
 )
+from dgr.model.machines import Machine
 from dgr.model.prefix import PrefixDigest
 from dgr.runtime.answers import Answer, refused_request, refused_work
 from dgr.runtime.events import Cancelled, Prefilled, RePrefilled, StateLost
 from dgr.runtime.generation import Generation
 from dgr.runtime.sampling import to_wire
-from dgr.runtime.states import ClientEvent, ClientState, client_machine
+from dgr.runtime.states import CLIENT, ClientEvent, ClientState
 from dgr.wire import frames
 from dgr.wire.framing import Received
 
@@ -78,7 +79,7 @@ class ClientSession:
         #: Tokens that every stage has committed.
         self.committed = 0
         self._pipeline = pipeline
-        self._machine = client_machine()
+        self._machine = Machine(CLIENT)
         self._in_use = trio.Lock()
         self._prefix = PrefixDigest()
         self._outstanding: dict[int, Answer] = {}

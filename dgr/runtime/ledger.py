@@ -77,5 +77,6 @@ class Ledger:
         per_slot = sum(self._per_slot.values())
         return (
             f"all {self.n_slots} sequence slots are leased ({self.n_slots} sessions x {human_bytes(per_slot)} ="
-            f" {human_bytes(self.leased_bytes)}) and none is idle; close a session or load the stage with a larger n_seq_max"
+            f" {human_bytes(self.leased_bytes)}) and none has been idle for long enough to make room; close a session, come"
+            " again, or load the stage with a larger n_seq_max"
         )

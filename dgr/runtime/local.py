@@ -19,7 +19,7 @@ from dgr.model.artifact import Artifact
 from dgr.model.mtp import refuse_value
 from dgr.model.route import LayerRange, Route, StageRef, parse_split
 from dgr.runtime.pipeline import Pipeline, Timeouts, open_pipeline_on
-from dgr.runtime.shard import Shard, limits_of, open_shard
+from dgr.runtime.shard import LEAST_IDLE, Shard, limits_of, open_shard
 from dgr.wire.links import Link, LinkStatistics, open_link
 from dgr.wire.memory import memory_transports
 from dgr.wire.nurseries import open_nursery
@@ -33,6 +33,9 @@ class ShardPolicy:
 
     #: Seconds after which an idle session is dropped.
     time_to_live: float = math.inf
+    #: Seconds without work after which a session may have to make room for another. Between two tokens a session is idle
+    #: for a moment: without this, two conversations on one slot would evict each other at every token.
+    least_idle: float = LEAST_IDLE
     #: Bytes of weights, state and compute buffers a stage may take; None: whatever it takes.
     memory_budget: int | None = None
 
@@ -76,7 +79,12 @@ class LocalCluster:
         with trio.CancelScope() as scope:
             try:
                 async with open_shard(
-                    engine, self._dial, name=name, time_to_live=policy.time_to_live, memory_budget=policy.memory_budget
+                    engine,
+                    self._dial,
+                    name=name,
+                    time_to_live=policy.time_to_live,
+                    least_idle=policy.least_idle,
+                    memory_budget=policy.memory_budget,
                 ) as shard:
                     self._shards[name], self._scopes[name] = shard, scope
                     task_status.started(shard)

@@ -24,13 +24,14 @@ from dgr.errors import (
     SessionLost,
     WireError,
 )
+from dgr.model.machines import Machine
 from dgr.model.route import Route
 from dgr.runtime.answers import Answer, refused_request
 from dgr.runtime.client import ClientSession
 from dgr.runtime.events import Event, EventHub, RouteChanged, RouteDown
 from dgr.runtime.identity import identity_of
 from dgr.runtime.session import INBOX
-from dgr.runtime.states import RouteEvent, RouteState, route_machine
+from dgr.runtime.states import ROUTE, RouteEvent, RouteState
 from dgr.runtime.switchboard import Connector, StageLink, Switchboard
 from dgr.wire import frames
 from dgr.wire.frames import Key
@@ -114,7 +115,7 @@ class Pipeline:
         self._board = Switchboard(connect, on_answer=self._on_answer, on_loss=self._on_loss)
         self._chunk = chunk
         self._window = window
-        self._machine = route_machine()
+        self._machine = Machine(ROUTE)
         self._live = trio.Event()
         self._changing = trio.Lock()
         self._route: Route | None = None

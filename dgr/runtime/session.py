@@ -14,10 +14,11 @@ import trio
 
 from dgr.engine.base import EngineDescription, Frontier, LogitsWanted, Work
 from dgr.errors import EngineError, InputError, NonFinite, WireError
+from dgr.model.machines import Machine
 from dgr.model.prefix import PrefixDigest
 from dgr.runtime.ledger import Lease
 from dgr.runtime.sampling import from_wire, sampling_problem
-from dgr.runtime.states import SessionEvent, SessionState, session_machine
+from dgr.runtime.states import SESSION, SessionEvent, SessionState
 from dgr.runtime.steps import Stepper, StepResult
 from dgr.wire import frames
 from dgr.wire.frames import Boundary, Key, Miss, Refusal, Tokens
@@ -74,7 +75,7 @@ class SessionActor:
         self._outlet = outlet
         self._time_to_live = time_to_live
         self._on_end = on_end
-        self._machine = session_machine()
+        self._machine = Machine(SESSION)
         self._scope = trio.CancelScope()
         self._send, self._receive = trio.open_memory_channel[_Delivery](INBOX)
         #: Frames taken and not dealt with yet: in the inbox, on their way out of it, or being handled.

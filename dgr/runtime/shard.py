@@ -27,8 +27,10 @@ from dgr.wire.framing import Limits, Received
 from dgr.wire.links import Link
 from dgr.wire.nurseries import open_nursery
 
-__all__ = ["Dialer", "Shard", "ShardStatistics", "limits_of", "open_shard"]
+__all__ = ["LEAST_IDLE", "Dialer", "Shard", "ShardStatistics", "limits_of", "open_shard"]
 
+#: Seconds without work after which a session may have to make room for another.
+LEAST_IDLE = 1.0
 
 #: (own address, successor's address) -> the boundary link between them.
 Dialer = Callable[[str, str], Awaitable[Link]]
@@ -101,6 +103,7 @@ class Shard:
         *,
         name: str,
         time_to_live: float,
+        least_idle: float,
         fence_timeout: float,
         memory_budget: int | None,
     ) -> None:
@@ -113,6 +116,7 @@ class Shard:
         self.ledger = Ledger(memory, self.description.context.n_seq_max)
         self.stepper = Stepper(engine)
         self.time_to_live = time_to_live
+        self.least_idle = least_idle
         self.fence_timeout = fence_timeout
         self._engine = engine
         self._dial = dial
@@ -151,8 +155,9 @@ class Shard:
                 return lease
             leaving = next((actor for actor in self._actors() if actor.is_ending), None)
             if leaving is None:
+                idle_since = trio.current_time() - self.least_idle
                 leaving = min(
-                    (actor for actor in self._actors() if actor.is_idle),
+                    (actor for actor in self._actors() if actor.is_idle and actor.last_active <= idle_since),
                     key=lambda actor: actor.last_active,
                     default=None,
                 )
@@ -365,6 +370,7 @@ async def open_shard(
     *,
     name: str = "shard",
     time_to_live: float = math.inf,
+    least_idle: float = LEAST_IDLE,
     fence_timeout: float = 30.0,
     memory_budget: int | None = None,
 ) -> AsyncIterator[Shard]:
@@ -372,7 +378,7 @@ async def open_shard(
 
     ``dial(own, successor)`` gives the boundary link to a next stage; the shard reads it with :meth:`Shard.watch_successor`,
     which the dialer starts. ``fence_timeout``: seconds a fence waits for the next stage. ``time_to_live``: seconds after
-    which an idle session is dropped. ``memory_budget``: bytes; exceeding it is refused with
+    which an idle session is dropped; ``least_idle``: after which it may have to make room for another one. ``memory_budget``: bytes; exceeding it is refused with
     :class:`~dgr.errors.BudgetExceeded`. The engine is not stopped: it belongs to the caller.
     """
     shard = Shard(
@@ -380,6 +386,7 @@ async def open_shard(
         dial,
         name=name,
         time_to_live=time_to_live,
+        least_idle=least_idle,
         fence_timeout=fence_timeout,
         memory_budget=memory_budget,
     )

@@ -1,31 +1,31 @@
 """Every state machine of the runtime, as flat tables.
 
-Rule 1: everything that changes a state lives in this file. A pair (state, event) is either in its table or refused with
-:class:`InvalidTransition`; the diagrams in ``docs/state-machines.md`` are drawn from these tables.
+Rule 1: every way in which a state may change is in this file. A pair (state, event) is either in its table or refused with
+:class:`~dgr.model.machines.InvalidTransition`; the diagrams in ``docs/state-machines.md`` are drawn from these tables.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from enum import Enum
-from typing import Generic, TypeVar
+from typing import Any
+
+from dgr.model.machines import Table
 
 __all__ = [
+    "CLIENT",
+    "EPOCH",
     "MACHINES",
+    "ROUTE",
+    "SESSION",
     "ClientEvent",
     "ClientState",
     "EpochEvent",
     "EpochState",
-    "InvalidTransition",
-    "Machine",
     "RouteEvent",
     "RouteState",
     "SessionEvent",
     "SessionState",
-    "client_machine",
-    "epoch_machine",
-    "route_machine",
-    "session_machine",
 ]
 
 
@@ -139,115 +139,75 @@ class RouteEvent(Enum):
     CLOSE = "close"
 
 
-S = TypeVar("S", bound=Enum)
-E = TypeVar("E", bound=Enum)
+SESSION: Table[SessionState, SessionEvent] = Table(
+    {
+        (SessionState.IDLE, SessionEvent.WORK): SessionState.RUNNING,
+        (SessionState.IDLE, SessionEvent.FAILED): SessionState.POISONED,
+        (SessionState.IDLE, SessionEvent.END): SessionState.CLOSED,
+        (SessionState.RUNNING, SessionEvent.COMMITTED): SessionState.IDLE,
+        (SessionState.RUNNING, SessionEvent.REFUSED): SessionState.IDLE,
+        (SessionState.RUNNING, SessionEvent.FAILED): SessionState.POISONED,
+        (SessionState.RUNNING, SessionEvent.END): SessionState.CLOSING,
+        (SessionState.CLOSING, SessionEvent.COMMITTED): SessionState.CLOSED,
+        (SessionState.CLOSING, SessionEvent.REFUSED): SessionState.CLOSED,
+        (SessionState.CLOSING, SessionEvent.FAILED): SessionState.CLOSED,
+        (SessionState.POISONED, SessionEvent.END): SessionState.CLOSED,
+    },
+    SessionState.IDLE,
+)
 
-_SESSION: Mapping[tuple[SessionState, SessionEvent], SessionState] = {
-    (SessionState.IDLE, SessionEvent.WORK): SessionState.RUNNING,
-    (SessionState.IDLE, SessionEvent.FAILED): SessionState.POISONED,
-    (SessionState.IDLE, SessionEvent.END): SessionState.CLOSED,
-    (SessionState.RUNNING, SessionEvent.COMMITTED): SessionState.IDLE,
-    (SessionState.RUNNING, SessionEvent.REFUSED): SessionState.IDLE,
-    (SessionState.RUNNING, SessionEvent.FAILED): SessionState.POISONED,
-    (SessionState.RUNNING, SessionEvent.END): SessionState.CLOSING,
-    (SessionState.CLOSING, SessionEvent.COMMITTED): SessionState.CLOSED,
-    (SessionState.CLOSING, SessionEvent.REFUSED): SessionState.CLOSED,
-    (SessionState.CLOSING, SessionEvent.FAILED): SessionState.CLOSED,
-    (SessionState.POISONED, SessionEvent.END): SessionState.CLOSED,
-}
+EPOCH: Table[EpochState, EpochEvent] = Table(
+    {
+        (EpochState.UNFENCED, EpochEvent.FENCE): EpochState.FENCING,
+        (EpochState.UNFENCED, EpochEvent.LEAVE): EpochState.GONE,
+        (EpochState.FENCING, EpochEvent.FENCE): EpochState.FENCING,
+        (EpochState.FENCING, EpochEvent.DRAINED): EpochState.LIVE,
+        (EpochState.FENCING, EpochEvent.FAILED): EpochState.UNFENCED,
+        (EpochState.FENCING, EpochEvent.LEAVE): EpochState.GONE,
+        (EpochState.LIVE, EpochEvent.FENCE): EpochState.FENCING,
+        (EpochState.LIVE, EpochEvent.LEAVE): EpochState.GONE,
+    },
+    EpochState.UNFENCED,
+)
 
-_EPOCH: Mapping[tuple[EpochState, EpochEvent], EpochState] = {
-    (EpochState.UNFENCED, EpochEvent.FENCE): EpochState.FENCING,
-    (EpochState.UNFENCED, EpochEvent.LEAVE): EpochState.GONE,
-    (EpochState.FENCING, EpochEvent.FENCE): EpochState.FENCING,
-    (EpochState.FENCING, EpochEvent.DRAINED): EpochState.LIVE,
-    (EpochState.FENCING, EpochEvent.FAILED): EpochState.UNFENCED,
-    (EpochState.FENCING, EpochEvent.LEAVE): EpochState.GONE,
-    (EpochState.LIVE, EpochEvent.FENCE): EpochState.FENCING,
-    (EpochState.LIVE, EpochEvent.LEAVE): EpochState.GONE,
-}
+CLIENT: Table[ClientState, ClientEvent] = Table(
+    {
+        (ClientState.COLD, ClientEvent.OPENED): ClientState.READY,
+        (ClientState.COLD, ClientEvent.LOSE): ClientState.LOST,
+        (ClientState.COLD, ClientEvent.CLOSE): ClientState.CLOSED,
+        (ClientState.READY, ClientEvent.SEND): ClientState.WORKING,
+        (ClientState.READY, ClientEvent.LOSE): ClientState.LOST,
+        (ClientState.READY, ClientEvent.CLOSE): ClientState.CLOSED,
+        (ClientState.WORKING, ClientEvent.SEND): ClientState.WORKING,
+        (ClientState.WORKING, ClientEvent.ANSWERED): ClientState.READY,
+        (ClientState.WORKING, ClientEvent.CANCEL): ClientState.DRAINING,
+        (ClientState.WORKING, ClientEvent.LOSE): ClientState.LOST,
+        (ClientState.WORKING, ClientEvent.CLOSE): ClientState.CLOSED,
+        (ClientState.DRAINING, ClientEvent.ANSWERED): ClientState.READY,
+        (ClientState.DRAINING, ClientEvent.CANCEL): ClientState.DRAINING,
+        (ClientState.DRAINING, ClientEvent.LOSE): ClientState.LOST,
+        (ClientState.DRAINING, ClientEvent.CLOSE): ClientState.CLOSED,
+        (ClientState.LOST, ClientEvent.LOSE): ClientState.LOST,
+        (ClientState.LOST, ClientEvent.DROPPED): ClientState.COLD,
+        (ClientState.LOST, ClientEvent.CLOSE): ClientState.CLOSED,
+    },
+    ClientState.COLD,
+)
 
-_CLIENT: Mapping[tuple[ClientState, ClientEvent], ClientState] = {
-    (ClientState.COLD, ClientEvent.OPENED): ClientState.READY,
-    (ClientState.COLD, ClientEvent.LOSE): ClientState.LOST,
-    (ClientState.COLD, ClientEvent.CLOSE): ClientState.CLOSED,
-    (ClientState.READY, ClientEvent.SEND): ClientState.WORKING,
-    (ClientState.READY, ClientEvent.LOSE): ClientState.LOST,
-    (ClientState.READY, ClientEvent.CLOSE): ClientState.CLOSED,
-    (ClientState.WORKING, ClientEvent.SEND): ClientState.WORKING,
-    (ClientState.WORKING, ClientEvent.ANSWERED): ClientState.READY,
-    (ClientState.WORKING, ClientEvent.CANCEL): ClientState.DRAINING,
-    (ClientState.WORKING, ClientEvent.LOSE): ClientState.LOST,
-    (ClientState.WORKING, ClientEvent.CLOSE): ClientState.CLOSED,
-    (ClientState.DRAINING, ClientEvent.ANSWERED): ClientState.READY,
-    (ClientState.DRAINING, ClientEvent.CANCEL): ClientState.DRAINING,
-    (ClientState.DRAINING, ClientEvent.LOSE): ClientState.LOST,
-    (ClientState.DRAINING, ClientEvent.CLOSE): ClientState.CLOSED,
-    (ClientState.LOST, ClientEvent.LOSE): ClientState.LOST,
-    (ClientState.LOST, ClientEvent.DROPPED): ClientState.COLD,
-    (ClientState.LOST, ClientEvent.CLOSE): ClientState.CLOSED,
-}
+ROUTE: Table[RouteState, RouteEvent] = Table(
+    {
+        (RouteState.FENCING, RouteEvent.FENCED): RouteState.LIVE,
+        (RouteState.FENCING, RouteEvent.BREAK): RouteState.DOWN,
+        (RouteState.FENCING, RouteEvent.CLOSE): RouteState.CLOSED,
+        (RouteState.LIVE, RouteEvent.CHANGE): RouteState.FENCING,
+        (RouteState.LIVE, RouteEvent.BREAK): RouteState.DOWN,
+        (RouteState.LIVE, RouteEvent.CLOSE): RouteState.CLOSED,
+        (RouteState.DOWN, RouteEvent.CHANGE): RouteState.FENCING,
+        (RouteState.DOWN, RouteEvent.BREAK): RouteState.DOWN,
+        (RouteState.DOWN, RouteEvent.CLOSE): RouteState.CLOSED,
+    },
+    RouteState.FENCING,
+)
 
-_ROUTE: Mapping[tuple[RouteState, RouteEvent], RouteState] = {
-    (RouteState.FENCING, RouteEvent.FENCED): RouteState.LIVE,
-    (RouteState.FENCING, RouteEvent.BREAK): RouteState.DOWN,
-    (RouteState.FENCING, RouteEvent.CLOSE): RouteState.CLOSED,
-    (RouteState.LIVE, RouteEvent.CHANGE): RouteState.FENCING,
-    (RouteState.LIVE, RouteEvent.BREAK): RouteState.DOWN,
-    (RouteState.LIVE, RouteEvent.CLOSE): RouteState.CLOSED,
-    (RouteState.DOWN, RouteEvent.CHANGE): RouteState.FENCING,
-    (RouteState.DOWN, RouteEvent.BREAK): RouteState.DOWN,
-    (RouteState.DOWN, RouteEvent.CLOSE): RouteState.CLOSED,
-}
-
-#: Name -> (states, events, table, first state), for the documentation and the completeness test.
-MACHINES: Mapping[str, tuple[type[Enum], type[Enum], Mapping[tuple[Enum, Enum], Enum], Enum]] = {
-    "session": (SessionState, SessionEvent, _SESSION, SessionState.IDLE),  # type: ignore[dict-item]
-    "epoch": (EpochState, EpochEvent, _EPOCH, EpochState.UNFENCED),  # type: ignore[dict-item]
-    "client": (ClientState, ClientEvent, _CLIENT, ClientState.COLD),  # type: ignore[dict-item]
-    "route": (RouteState, RouteEvent, _ROUTE, RouteState.FENCING),  # type: ignore[dict-item]
-}
-
-
-class InvalidTransition(RuntimeError):
-    """An event that its machine's table does not allow in the present state: a defect of the runtime."""
-
-
-class Machine(Generic[S, E]):
-    """A state and the table that moves it."""
-
-    __slots__ = ("_table", "state")
-
-    def __init__(self, table: Mapping[tuple[S, E], S], first: S) -> None:
-        self._table = table
-        self.state = first
-
-    def fire(self, event: E) -> S:
-        """Move along the table; refuse a pair that is not in it."""
-        following = self._table.get((self.state, event))
-        if following is None:
-            raise InvalidTransition(
-                f"{type(self.state).__name__}: no transition from {self.state.name} on {event.name}"
-            )
-        self.state = following
-        return following
-
-    def can(self, event: E) -> bool:
-        """Whether the table allows the event now."""
-        return (self.state, event) in self._table
-
-
-def session_machine() -> Machine[SessionState, SessionEvent]:
-    return Machine(_SESSION, SessionState.IDLE)
-
-
-def epoch_machine() -> Machine[EpochState, EpochEvent]:
-    return Machine(_EPOCH, EpochState.UNFENCED)
-
-
-def client_machine() -> Machine[ClientState, ClientEvent]:
-    return Machine(_CLIENT, ClientState.COLD)
-
-
-def route_machine() -> Machine[RouteState, RouteEvent]:
-    return Machine(_ROUTE, RouteState.FENCING)
+#: By name, for the documentation and the completeness test.
+MACHINES: Mapping[str, Table[Any, Any]] = {"session": SESSION, "epoch": EPOCH, "client": CLIENT, "route": ROUTE}

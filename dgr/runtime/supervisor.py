@@ -16,9 +16,10 @@ import trio
 
 from dgr.engine.base import EngineDescription, Frontier
 from dgr.errors import DgrError, WireError
+from dgr.model.machines import Machine
 from dgr.runtime.ledger import Lease, Ledger
 from dgr.runtime.session import SessionActor, WorkFrame
-from dgr.runtime.states import EpochEvent, EpochState, epoch_machine
+from dgr.runtime.states import EPOCH, EpochEvent, EpochState
 from dgr.runtime.steps import Stepper
 from dgr.wire import frames
 from dgr.wire.frames import Boundary, Key, Miss, Refusal
@@ -73,7 +74,7 @@ class EpochSupervisor:
         #: Set when nothing of the route session is left here.
         self.ended = trio.Event()
         self._host = host
-        self._machine = epoch_machine()
+        self._machine = Machine(EPOCH)
         self._successor: Link | None = None
         self._successor_ready = trio.Event()
         self._epitaphs: OrderedDict[int, Miss] = OrderedDict()

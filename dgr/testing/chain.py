@@ -1,24 +1,21 @@
 """Stages run by hand: a chain of engines in which the residual of each is the input of the next, without any runtime.
 
 What a chain gives is what a pipeline over the same engines must give. An engine may be wrapped, to do wrong on purpose.
+:func:`dgr.testing.llama_chain.open_chain` loads native ones.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from pathlib import Path
 
 from attrs import evolve
 
-from dgr.engine.base import ContextParams, LogitsWanted, Output, SamplingParams, ShardEngine, Work
-from dgr.engine.llama import LlamaEngine
+from dgr.engine.base import Frontier, LogitsWanted, Output, SamplingParams, ShardEngine, Work
 from dgr.errors import NonFinite
-from dgr.model.artifact import Artifact
-from dgr.model.route import LayerRange, parse_split
+from dgr.model.route import LayerRange
 
-__all__ = ["Chain", "cut_at", "open_chain", "pieces", "some_tokens"]
+__all__ = ["Chain", "cut_at", "pieces", "some_tokens"]
 
 
 def some_tokens(count: int, n_vocab: int, seed: int = 0) -> list[int]:
@@ -47,8 +44,8 @@ class Chain:
 
     def __init__(self, engines: Sequence[ShardEngine]) -> None:
         self.engines = tuple(engines)
-        about = self.engines[-1].describe()
-        self._row = 4 * about.n_vocab
+        self.tail = self.engines[-1]
+        self._row = 4 * self.tail.describe().n_vocab
 
     def run(self, batch: Sequence[Work]) -> list[Output]:
         """Run a batch through every stage; the tail's outputs."""
@@ -67,6 +64,14 @@ class Chain:
             rows += self._rows(work)
         return bytes(rows)
 
+    def prefill(self, tokens: Sequence[int], *, chunk: int, slot: int = 0, begin: int = 0) -> bytes:
+        """Run ``tokens`` in chunks, as a prompt is run: the last row of logits, and no other is asked for."""
+        *chunks, final = pieces(len(tokens), chunk)
+        for first, last in chunks:
+            self.run([Work(slot, begin + first, tokens[first:last])])
+        first, last = final
+        return bytes(self._rows(Work(slot, begin + first, tokens[first:last], logits=LogitsWanted.LAST)))
+
     def decode(self, token: int, position: int, n_tokens: int, *, slot: int = 0) -> tuple[list[int], bytes]:
         """Feed ``token`` at ``position``, draw the next one greedily, feed it, and so on ``n_tokens`` times.
 
@@ -77,7 +82,7 @@ class Chain:
         for at in range(position, position + n_tokens):
             logits = self._rows(Work(slot, at, (token,), logits=LogitsWanted.ALL))
             rows += logits
-            token, _ = self.engines[-1].sample(logits, (), SamplingParams())
+            token, _ = self.tail.sample(logits, (), SamplingParams())
             drawn.append(token)
         return drawn, bytes(rows)
 
@@ -91,32 +96,11 @@ class Chain:
         """One row out of several."""
         return rows[index * self._row : (index + 1) * self._row]
 
+    def frontiers(self, slot: int = 0) -> list[Frontier]:
+        """What every stage holds of a slot."""
+        return [engine.frontier(slot) for engine in self.engines]
+
     def close(self, slot: int = 0) -> None:
         """Clear a slot on every stage."""
         for engine in self.engines:
             engine.close(slot)
-
-
-@contextmanager
-def open_chain(
-    model: str | Path | Artifact,
-    ranges: str | Sequence[LayerRange] | None = None,
-    context: ContextParams | None = None,
-    *,
-    threads: int = 1,
-    certified_only: bool = True,
-    engine: type[LlamaEngine] = LlamaEngine,
-) -> Iterator[Chain]:
-    """Load one native engine per range (one for the whole model by default); leaving the block frees them."""
-    artifact = model if isinstance(model, Artifact) else Artifact.open(model)
-    if ranges is None:
-        ranges = (artifact.hp.whole,)
-    elif isinstance(ranges, str):
-        ranges = parse_split(ranges, artifact.hp.n_layers)
-    with ExitStack() as stack:
-        engines = []
-        for layers in ranges:
-            stage = engine(artifact, layers, context, threads=threads, certified_only=certified_only)
-            stack.callback(stage.stop)
-            engines.append(stage)
-        yield Chain(engines)

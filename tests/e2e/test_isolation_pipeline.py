@@ -76,7 +76,8 @@ async def test_an_act_on_one_session(small, prompt, open_stages, act):
 
 
 async def test_an_eviction(small, prompt, open_stages):
-    async with open_stages(small, SPLIT, CONTEXT) as running, AsyncExitStack() as stack:
+    policy = dgr.ShardPolicy(least_idle=0)
+    async with open_stages(small, SPLIT, CONTEXT, policy=policy) as running, AsyncExitStack() as stack:
         oldest, kept, late = [await stack.enter_async_context(running.pipeline.session()) for _ in range(3)]
         for seed, session in enumerate((oldest, kept, late)):
             await some(session, prompt(66, seed=seed), 2)

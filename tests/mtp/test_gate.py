@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 
 from dgr.errors import InputError, MtpNotExecutable
+from dgr.model.machines import InvalidTransition
 from dgr.model.mtp import CONTRACT
 from dgr.model.mtp_messages import Proposal, Reason, Rollback, RolledBack, Work
 from dgr.model.mtp_reference import ReferenceDrafter, ReferenceLayer
 from dgr.model.mtp_rollback import CompressorRing, RollbackLedger
 from dgr.model.mtp_route import ClientState, ReferenceRoute
 from dgr.model.mtp_shard import Answer, ReferenceShard, Taken
-from dgr.model.mtp_states import OutOfOrder, TrunkState
+from dgr.model.mtp_states import TrunkState
 from dgr.testing.fixture import write_fixture
 from dgr.testing.mtp_gate import CHECKS, ExamFailed, LlamaExecutor, ReferenceExecutor
 
@@ -273,7 +274,7 @@ DEFECTS: dict[str, tuple[str, Callable[[], ReferenceExecutor]]] = {
 @pytest.mark.parametrize("defect", DEFECTS)
 def test_a_defect_is_found(defect: str) -> None:
     check, executor = DEFECTS[defect]
-    with pytest.raises((ExamFailed, OutOfOrder, InputError, KeyError, IndexError)):
+    with pytest.raises((ExamFailed, InvalidTransition, InputError, KeyError, IndexError)):
         CHECKS[check](executor())
 
 

@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dgr.errors import InputError
+from dgr.model.machines import InvalidTransition
 from dgr.model.mtp_messages import (
     HEADER_BYTES,
     ID_BYTES,
@@ -22,7 +23,7 @@ from dgr.model.mtp_messages import (
 from dgr.model.mtp_reference import ReferenceTrunk, StageView
 from dgr.model.mtp_rollback import CompressorRing, RollbackLedger, RollbackShape, rollback_exact
 from dgr.model.mtp_route import ReferenceRoute
-from dgr.model.mtp_states import MACHINES, OutOfOrder, RoundState, Table, TrunkState
+from dgr.model.mtp_states import MACHINES, RoundState, TrunkState
 from dgr.model.route import LayerRange
 
 TOKENS = [3 + (at * at + 7 * at) % 500 for at in range(600)]
@@ -398,25 +399,23 @@ def test_a_session_closed_in_a_round_leaves_nothing_and_disturbs_nobody() -> Non
 
 @pytest.mark.parametrize("name", MACHINES)
 def test_every_pair_is_in_the_table_or_out_of_order(name: str) -> None:
-    states, events, transitions, first = MACHINES[name]
-    table = Table(transitions, first)
-    assert first in states
-    for state in states:
-        for event in events:
+    table = MACHINES[name]
+    for state in table.states:
+        for event in table.events:
             if table.allows(state, event):
-                assert table.follow(state, event) in states
+                assert table.follow(state, event) in table.states
             else:
-                with pytest.raises(OutOfOrder, match=state.name):
+                with pytest.raises(InvalidTransition, match=state.name):
                     table.follow(state, event)
-    reached, frontier = {first}, [first]
+    reached, frontier = {table.first}, [table.first]
     while frontier:
         state = frontier.pop()
-        for (begin, _), end in transitions.items():
+        for (begin, _), end in table.transitions.items():
             if begin is state and end not in reached:
                 reached.add(end)
                 frontier.append(end)
-    assert reached == set(states), "a state that nothing leads to"
-    assert {event for _, event in transitions} == set(events), "an event that no state takes"
+    assert reached == set(table.states), "a state that nothing leads to"
+    assert {event for _, event in table.transitions} == set(table.events), "an event that no state takes"
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,8 @@ async def open_stages(
 ) -> AsyncIterator[Stages]:
     """All stages of some splits; nothing may be left when the block ends."""
     async with open_cluster() as cluster:
-        stages = Stages(cluster, context, policy or ShardPolicy())
+        # Idle sessions make room at once, so that a test need not wait for it.
+        stages = Stages(cluster, context, policy or ShardPolicy(least_idle=0))
         for name in dict.fromkeys(name for split in splits for name in split.split(",")):
             await stages.start(name)
         yield stages

@@ -413,6 +413,30 @@ async def test_busy_sessions_are_not_evicted_and_the_refusal_shows_the_arithmeti
             assert await take(two.generate(max_tokens=2)) == reference(PROMPT, 2)
 
 
+async def test_two_answers_on_one_slot_do_not_evict_each_other_token_by_token(autojump_clock: trio.abc.Clock) -> None:
+    context = evolve(CONTEXT, n_seq_max=1)
+    policy = ShardPolicy(least_idle=1.0)
+    async with (
+        open_stages(TWO, context=context, policy=policy) as stages,
+        stages.pipeline(TWO) as pipeline,
+        pipeline.session() as one,
+        pipeline.session() as two,
+    ):
+        events = pipeline.events()
+        answer = one.generate(PROMPT, max_tokens=6)
+        said = []
+        for _ in range(6):
+            said += await take(answer, 1)  # and rests until the next token is asked for
+            with pytest.raises(Overloaded, match="none has been idle for long enough"):
+                await take(two.generate(transcript=PROMPT, max_tokens=1))
+            await trio.sleep(0.5)
+        assert said == reference(PROMPT, 6)
+        assert not any(isinstance(event, RePrefilled) for event in seen(events))
+        await trio.sleep(0.5)  # a second since its last token
+        assert await take(two.generate(transcript=PROMPT, max_tokens=2)) == reference(PROMPT, 2)
+        assert stages.shard("0:2").statistics().evictions == 1
+
+
 async def test_an_answer_on_its_way_out_is_not_idleness(autojump_clock: trio.abc.Clock) -> None:
     """A session whose residual waits for room on the link has done its step and is not done: evicting it would lose it."""
     context = evolve(CONTEXT, n_seq_max=1, n_batch=8)

@@ -1,0 +1,124 @@
+"""What the checks of the engine contract share: engines and chains to try, token ids, and assertions that say what failed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import pairwise
+
+from dgr.engine.base import ContextParams, Numerics, ShardEngine, Work
+from dgr.errors import DgrError
+from dgr.model.route import LayerRange
+from dgr.testing.chain import Chain, pieces
+
+__all__ = ["ContractCase", "as_bytes", "check", "check_equal", "refused"]
+
+
+class ContractCase:
+    """An engine under test. Give :meth:`make`; override the attributes where an engine needs other sizes."""
+
+    #: What engines are made with; they may round it up, and the checks go by what they describe.
+    context = ContextParams(n_ctx=256, n_batch=48, n_ubatch=32, n_seq_max=3)
+    #: Tokens of the longest prompt; at most n_ctx - 16. Long enough for every component to hold rows.
+    length = 140
+    #: Tokens decoded after it.
+    decoded = 4
+
+    def make(self, layers: LayerRange | None, context: ContextParams) -> ShardEngine:
+        """A new engine of the range; of the whole model when ``layers`` is None."""
+        raise NotImplementedError
+
+    def cuts(self, n_layers: int) -> Sequence[int]:
+        """Layers at which the model may be cut in two."""
+        return sorted({1, n_layers // 2, n_layers - 1} - {0, n_layers})
+
+    @classmethod
+    def failures(cls, *, first_only: bool = False) -> dict[str, Exception]:
+        """Run every check; those that fail, with their errors."""
+        failed: dict[str, Exception] = {}
+        for name in sorted(dir(cls)):
+            if name.startswith("test_") and not (first_only and failed):
+                try:
+                    getattr(cls(), name)()
+                except (AssertionError, DgrError) as error:
+                    failed[name] = error
+        return failed
+
+    @contextmanager
+    def engine(self, layers: LayerRange | None = None) -> Iterator[ShardEngine]:
+        """An engine for the length of the block."""
+        engine = self.make(layers, self.context)
+        try:
+            yield engine
+        finally:
+            engine.stop()
+
+    @contextmanager
+    def chain(self, *cuts: int) -> Iterator[Chain]:
+        """The model cut at ``cuts``."""
+        if not cuts:
+            with self.engine() as engine:
+                yield Chain([engine])
+            return
+        with ExitStack() as stack:
+            first = stack.enter_context(self.engine(LayerRange(0, cuts[0])))
+            bounds = [*cuts, first.describe().n_layers]
+            rest = [stack.enter_context(self.engine(LayerRange(*pair))) for pair in pairwise(bounds)]
+            yield Chain([first, *rest])
+
+    @contextmanager
+    def cut_in_two(self) -> Iterator[Chain]:
+        """The model cut once, somewhere in the middle."""
+        with self.engine() as whole:
+            cuts = self.cuts(whole.describe().n_layers)
+        with self.chain(cuts[len(cuts) // 2]) as chain:
+            yield chain
+
+    def prompt(self, engine: ShardEngine, length: int | None = None, kind: int = 0) -> list[int]:
+        """Token ids that depend on ``kind``, within the engine's vocabulary and context."""
+        about = engine.describe()
+        length = min(length or self.length, about.context.n_ctx - 16)
+        return [(7 + 11 * kind + i * (13 + kind) + i * i // 3) % about.n_vocab for i in range(length)]
+
+    def is_exact(self, engine: ShardEngine) -> bool:
+        return engine.describe().context.numerics is Numerics.EXACT
+
+    def _advance(self, chain: Chain, tokens: Sequence[int], begin: int, end: int) -> None:
+        chunk = chain.tail.describe().context.n_batch
+        for start in range(begin, end, chunk):
+            chain.feed(0, start, tokens[start : min(start + chunk, end)])
+
+
+def as_bytes(data: memoryview | bytes | None) -> bytes:
+    return b"" if data is None else bytes(data)
+
+
+def _digests(frontier: Frontier) -> list[tuple[str, str]]:
+    """What must not depend on how the tokens came: counts may (a ring keeps more rows after larger chunks)."""
+    return [(part.name, part.digest) for part in frontier.components]
+
+
+def check(truth: object, what: str) -> None:
+    if not truth:
+        raise AssertionError(f"not so: {what}")
+
+
+def check_equal(seen: object, expected: object, what: str) -> None:
+    if seen != expected:
+        raise AssertionError(f"{what}: {_short(seen)} is not {_short(expected)}")
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 400 else f"{text[:200]} ... {text[-200:]}"
+
+
+@contextmanager
+def refused(error: type[DgrError], what: str) -> Iterator[None]:
+    try:
+        yield
+    except error:
+        return
+    except DgrError as other:
+        raise AssertionError(f"{what}: raised {type(other).__name__} ({other}), should be {error.__name__}") from other
+    raise AssertionError(f"{what} was not refused; {error.__name__} is due")
