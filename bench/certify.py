@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from functools import partial
@@ -361,6 +362,7 @@ def run(args: argparse.Namespace) -> int:
 
         return mutants.run(args)
     job = open_job(args, PROFILES["quick"] if args.quick else profile_of(args.profile))
+    print(f"profile {job.profile.name}, digest {job.profile.digest}, n_ctx {job.profile.n_ctx}", file=sys.stderr)
     result = trio.run(lambda: certify(job, args.out, args.command_line, fresh=args.fresh))
     write_certificate(result, args.out)
     say(result, args.out, args.json)

@@ -13,10 +13,11 @@ from typing import Any
 import msgspec
 import psutil
 
+from dgr.engine.budget import available_cpus
 from dgr.engine.native import build_info, kernel_fingerprint, runtime_version
 from dgr.wire.frames import SCHEMA_HASH
 
-__all__ = ["Environment", "Load", "available_cpus", "environment", "load_now"]
+__all__ = ["Environment", "Load", "environment", "load_now"]
 
 _PACKAGES = ("dgr", "trio", "msgspec", "cffi", "attrs", "psutil", "numpy", "matplotlib")
 
@@ -50,11 +51,6 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     #: CPUs this process may use.
     cpus: int
     memory_bytes: int
-
-
-def available_cpus() -> int:
-    """CPUs this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _cpu_name() -> str:

@@ -3,8 +3,10 @@
 Three subjects of the same model, one thread an engine: ``one``, a pipeline of one stage; ``whole``, the bare engine of the
 whole model, which is llama.cpp's own run without a runtime around it; ``split``, a pipeline of several stages. For every
 length each of them begins a fresh session, prefills the same prompt of exactly so many token ids in chunks, and then they
-draw tokens in turns (one, whole, split, one, …), so that whatever else the machine does hits all alike. End-of-text ends
-nothing. With ``--upstream`` a stage in native numerics and upstream's llama-bench decode at the same depths.
+draw tokens in turns (one, whole, split, one, …), so that whatever else the machine does hits all alike. A fourth one,
+``yardstick``, draws in turns with them: the bare engine again, after a short prompt at every length, so that its tokens tell
+how fast the machine is at that time. End-of-text ends nothing. With ``--upstream`` a stage in native numerics and upstream's
+llama-bench decode at the same depths.
 
 Units:
 
@@ -53,6 +55,8 @@ __all__ = ["Job", "frontier", "measure", "register", "run"]
 
 _LENGTHS, _QUICK_LENGTHS = (512, 1024, 2048, 4096, 8192), (64, 256, 512)
 _DECODE, _QUICK_DECODE = 128, 16
+#: Sizes of a native batch.
+_CHUNKS = (32, 1 << 16)
 #: Share of the machine's available memory that the subjects may take.
 _MEMORY = 0.8
 #: llama-bench says how long some tokens took together; in so many blocks the median of a token is told from the mean.
@@ -75,12 +79,11 @@ class Job:
         n_layers = self.artifact.hp.n_layers
         return parse_split(self.plan.split, n_layers) if subject == "split" else (LayerRange(0, n_layers),)
 
-    @property
-    def context(self) -> ContextParams:
-        """Room for the longest prompt and its answer."""
+    def context(self, subject: str) -> ContextParams:
+        """Room for its longest prompt and the answer."""
         plan = self.plan
         return ContextParams(
-            n_ctx=max(plan.lengths) + plan.decode,
+            n_ctx=plan.prompt(subject, max(plan.lengths)) + plan.decode,
             n_batch=plan.chunk,
             n_ubatch=plan.chunk,
             type_k=plan.type_k,
@@ -89,8 +92,11 @@ class Job:
 
     def check(self) -> None:
         """Raise :class:`~dgr.errors.InputError` for lengths whose state, with the weights, fits no memory here."""
-        ranges = [layers for subject in self.plan.subjects for layers in self.layers(subject)]
-        needed = sum(estimate_memory(self.artifact, layers, self.context).total for layers in ranges)
+        needed = sum(
+            estimate_memory(self.artifact, layers, self.context(subject)).total
+            for subject in self.plan.subjects
+            for layers in self.layers(subject)
+        )
         limit = int(_MEMORY * available_bytes())
         if needed > limit:
             raise InputError(
@@ -162,8 +168,8 @@ class Subject:
 async def open_subject(job: Job, name: str) -> AsyncIterator[Subject]:
     """Load one of :data:`SUBJECTS`."""
     stopwatch, chunk = Stopwatch(job.wraps.get(name)), job.plan.chunk
-    if name == "whole":
-        async with open_bare(job.artifact, job.context, wrap=stopwatch) as engine:
+    if name in ("whole", "yardstick"):
+        async with open_bare(job.artifact, job.context(name), wrap=stopwatch) as engine:
 
             @asynccontextmanager
             async def bare() -> AsyncIterator[Bare]:
@@ -175,7 +181,7 @@ async def open_subject(job: Job, name: str) -> AsyncIterator[Subject]:
             yield Subject(name, stopwatch, bare)
     else:
         async with (
-            open_stages(job.artifact, job.layers(name), job.context, stopwatch) as stages,
+            open_stages(job.artifact, job.layers(name), job.context(name), stopwatch) as stages,
             stages.pipeline(chunk) as pipeline,
         ):
             yield Subject(name, stopwatch, partial(stages.conversation, pipeline), pipeline.events())
@@ -183,20 +189,21 @@ async def open_subject(job: Job, name: str) -> AsyncIterator[Subject]:
 
 async def run_length(job: Job, subjects: Sequence[Subject], length: int) -> At:
     """Every subject prefills a prompt; then they draw tokens in turns."""
-    prompt = some_tokens(length, job.artifact.hp.n_vocab, job.plan.seed)
+    plan, n_vocab = job.plan, job.artifact.hp.n_vocab
     at = At(length=length, runs={subject.name: Run() for subject in subjects})
-    first = job.plan.lengths.index(length) % len(subjects)  # no subject is always the first to prefill
+    first = plan.lengths.index(length) % len(subjects)  # no subject is always the first to prefill
     async with AsyncExitStack() as stack:
         talks = [await stack.enter_async_context(subject.conversation()) for subject in subjects]
         both = [(talk, subject, at.runs[subject.name]) for talk, subject in zip(talks, subjects, strict=True)]
         for talk, subject, into in both[first:] + both[:first]:
+            prompt = some_tokens(plan.prompt(subject.name, length), n_vocab, plan.seed)
             subject.stopwatch.ended.clear()
             began = time.perf_counter()
             into.tokens.append(await talk.start(prompt))
             into.first_token_s = time.perf_counter() - began
             before, last = [began, *subject.stopwatch.ended][-2:]
             into.last_chunk_s = last - before
-        for _ in range(job.plan.decode):
+        for _ in range(plan.decode):
             for talk, _, into in both:
                 began = time.perf_counter()
                 into.tokens.append(await talk.next())
@@ -214,7 +221,7 @@ async def run_upstream(job: Job, length: int) -> BesideUpstream:
     """One stage in native numerics, and llama-bench after it, at the same depth; a context as long as the test."""
     decode, artifact = job.plan.decode, job.artifact
     assert job.llama_bench is not None
-    context = evolve(job.context, n_ctx=length + decode, numerics=Numerics.NATIVE)
+    context = evolve(job.context("one"), n_ctx=length + decode, numerics=Numerics.NATIVE)
     ours: list[float] = []
     async with (
         open_stages(artifact, job.layers("one"), context) as stages,
@@ -277,6 +284,8 @@ async def measure(job: Job, journal: Journal) -> None:
                 if _is_missing(journal, unit):
                     try:
                         raw: Any = await one(length)
+                    except InputError:
+                        raise  # such as a llama-bench of another pin: it would fail at every length
                     except DgrError as error:
                         raw = {"length": length, "error": f"{type(error).__name__}: {error}"}
                     journal.put(unit, raw)
@@ -375,8 +384,8 @@ def _plan(args: argparse.Namespace, n_layers: int) -> Plan:
     decode = args.decode if args.decode is not None else _QUICK_DECODE if args.quick else _DECODE
     if not _BLOCKS <= decode <= 1 << 20:
         raise InputError(f"--decode is {decode}; give {_BLOCKS} to {1 << 20} tokens")
-    if not 1 <= args.chunk <= 1 << 16:
-        raise InputError(f"--chunk is {args.chunk}; give 1 to {1 << 16} tokens")
+    if not _CHUNKS[0] <= args.chunk <= _CHUNKS[1]:
+        raise InputError(f"--chunk is {args.chunk}; give {_CHUNKS[0]} to {_CHUNKS[1]} tokens")
     if args.split is None:
         ranges = cut_at(n_layers, sorted({n_layers // 3, 2 * n_layers // 3} - {0}))
     else:
@@ -387,7 +396,7 @@ def _plan(args: argparse.Namespace, n_layers: int) -> Plan:
         decode=decode,
         chunk=args.chunk,
         split=",".join(map(str, ranges)),
-        subjects=SUBJECTS if len(ranges) > 1 else SUBJECTS[:2],
+        subjects=SUBJECTS if len(ranges) > 1 else tuple(name for name in SUBJECTS if name != "split"),
         numerics=args.numerics,
         goal=None if args.quick else GOAL,
         upstream=args.upstream,

@@ -29,7 +29,10 @@ __all__ = [
     "ratio_interval",
 ]
 
-SUBJECTS = ("one", "whole", "split")
+#: The last one tells the machine's speed.
+SUBJECTS = ("one", "whole", "split", "yardstick")
+#: Tokens of the yardstick's prompt.
+_SHORT = 64
 #: By this share the decode slope through one stage may differ from the whole model's.
 GOAL = 0.03
 #: Neighbouring tokens share the weather of the machine: the bootstrap draws blocks of so many.
@@ -63,6 +66,15 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     goal: float | None = GOAL
     #: Whether upstream's llama-bench is run too.
     upstream: bool = False
+
+    def prompt(self, subject: str, length: int) -> int:
+        """Tokens of a subject's prompt at a length."""
+        return _SHORT if subject == "yardstick" else length
+
+    @property
+    def compared(self) -> tuple[str, ...]:
+        """Subjects that are held against the whole model."""
+        return tuple(name for name in self.subjects if name not in ("whole", "yardstick"))
 
 
 class Run(msgspec.Struct, kw_only=True):
@@ -171,44 +183,65 @@ def _beside(plan: Plan, units: Mapping[str, Any]) -> list[BesideUpstream]:
 def figures(plan: Plan, units: Mapping[str, Any]) -> dict[str, Any]:
     """Everything that a report shows. Times are milliseconds; ratios are over the whole model's, pair by pair."""
     measured = _measured(plan, units)
-    times = {name: {at.length: at.runs[name].token_s for at in measured} for name in plan.subjects}
-    beside = _beside(plan, units)
+    raw, steady = _raw(plan, measured), _steady(plan, measured)
     return {
-        "lengths": [_length(plan, at) for at in measured],
-        "decode": {name: _growth(times[name], times["whole"] if name != "whole" else None) for name in plan.subjects},
-        "upstream": _upstream(beside) if plan.upstream else None,
+        "lengths": [_length(plan, at, steady) for at in measured],
+        "decode": {name: {**_growth(name, steady), "raw": _slope_of(name, raw)} for name in ("whole", *plan.compared)},
+        "upstream": _upstream(_beside(plan, units)) if plan.upstream else None,
     }
 
 
-def _length(plan: Plan, at: At) -> dict[str, Any]:
-    last = (at.length - 1) % plan.chunk + 1
-    subjects = {
+def _raw(plan: Plan, measured: Sequence[At]) -> dict[str, Times]:
+    """Times by subject, as they were measured."""
+    return {name: {at.length: at.runs[name].token_s for at in measured} for name in plan.subjects}
+
+
+def _steady(plan: Plan, measured: Sequence[At]) -> dict[str, Times]:
+    """Times by subject on a machine of one speed: over the yardstick's next to them, times the yardstick's median."""
+    usual = median([seconds for at in measured for seconds in at.runs["yardstick"].token_s])
+    return {
         name: {
-            "first_token_ms": 1e3 * run.first_token_s,
-            "prefill_tokens_per_s": at.length / run.first_token_s,
-            "last_chunk_tokens_per_s": last / run.last_chunk_s,
-            "token_ms": spread([1e3 * seconds for seconds in run.token_s]),
-            "token_ratio": spread(
-                [ours / whole for ours, whole in zip(run.token_s, at.runs["whole"].token_s, strict=True)]
-            ),
+            at.length: [
+                usual * seconds / now
+                for seconds, now in zip(at.runs[name].token_s, at.runs["yardstick"].token_s, strict=True)
+            ]
+            for at in measured
         }
-        for name, run in at.runs.items()
+        for name in plan.subjects
     }
+
+
+def _length(plan: Plan, at: At, steady: Mapping[str, Times]) -> dict[str, Any]:
+    subjects = {}
+    for name, run in at.runs.items():
+        prompt, ratios = plan.prompt(name, at.length), zip(run.token_s, at.runs["whole"].token_s, strict=True)
+        subjects[name] = {
+            "first_token_ms": 1e3 * run.first_token_s,
+            "prefill_tokens_per_s": prompt / run.first_token_s,
+            "last_chunk_tokens_per_s": ((prompt - 1) % plan.chunk + 1) / run.last_chunk_s,
+            "token_ms": spread([1e3 * seconds for seconds in run.token_s]),
+            "steady_token_ms": spread([1e3 * seconds for seconds in steady[name][at.length]]),
+            "token_ratio": spread([ours / whole for ours, whole in ratios]),
+        }
     return {"length": at.length, "subjects": subjects}
 
 
-def _growth(ours: Times, whole: Times | None) -> dict[str, Any]:
-    """A line; and its slope over the whole model's, None where that does not grow: with all contexts, a 95 % interval,
-    and the range of it with each context left out in turn, which the machine's drift between contexts shows in."""
-    found = line(ours)
+def _slope_of(name: str, times: Mapping[str, Times]) -> dict[str, Any]:
+    """A subject's line, and its slope over the whole model's; None where that does not grow."""
+    found, base = line(times[name]), line(times["whole"])
     result: dict[str, Any] = {"slope_ms_per_1000": found.slope_ms, "base_ms": found.base_ms}
-    if whole is None:
-        return result
-    grows = line(whole).slope_ms > 0
-    result["slope_ratio"] = _ratio(found, line(whole)) if grows else None
-    result["slope_ratio_interval"] = ratio_interval(ours, whole) if grows else None
-    without = [_ratio(_without(ours, left), _without(whole, left)) for left in ours] if grows else []
-    result["slope_ratio_leaving_one_out"] = (min(without), max(without)) if len(without) > 2 else None
+    if name != "whole":
+        result["slope_ratio"] = _ratio(found, base) if base.slope_ms > 0 else None
+    return result
+
+
+def _growth(name: str, times: Mapping[str, Times]) -> dict[str, Any]:
+    """The same; and a 95 % interval of the ratio, and its range with each context left out in turn."""
+    result, ours, whole = _slope_of(name, times), times[name], times["whole"]
+    if result.get("slope_ratio") is not None:
+        without = [_ratio(_without(ours, left), _without(whole, left)) for left in ours]
+        result["slope_ratio_interval"] = ratio_interval(ours, whole)
+        result["slope_ratio_leaving_one_out"] = (min(without), max(without)) if len(without) > 2 else None
     return result
 
 
@@ -276,9 +309,7 @@ def _tokens(plan: Plan, measured: Sequence[At]) -> Check:
     faults, cases = [], 0
     for at in measured:
         right = at.runs["whole"].tokens
-        for name in plan.subjects:
-            if name == "whole":
-                continue
+        for name in plan.compared:
             cases += 1
             drawn = at.runs[name].tokens
             if drawn != right:
@@ -297,12 +328,12 @@ def _tokens(plan: Plan, measured: Sequence[At]) -> Check:
 
 
 def _states(plan: Plan, measured: Sequence[At]) -> Check:
-    stages = {"one": 1, "whole": 1, "split": plan.split.count(",") + 1}
+    stages = {"split": plan.split.count(",") + 1}
     faults, cases = [], 0
     for at in measured:
         for name, run in at.runs.items():
             cases += 1
-            wanted = [at.length + plan.decode] * stages[name]
+            wanted = [plan.prompt(name, at.length) + plan.decode] * stages.get(name, 1)
             if run.lost:
                 faults.append(f"{name} at {at.length}: {run.lost[0]}")
             elif run.positions != wanted:
@@ -311,9 +342,9 @@ def _states(plan: Plan, measured: Sequence[At]) -> Check:
 
 
 def _slope(plan: Plan, measured: Sequence[At], goal: float) -> Check:
-    ours, whole = ({at.length: at.runs[name].token_s for at in measured} for name in ("one", "whole"))
-    found, base = _growth(ours, whole), line(whole)
-    ratio, pairs = found["slope_ratio"], sum(map(len, ours.values()))
+    steady = _steady(plan, measured)
+    found, base = _growth("one", steady), line(steady["whole"])
+    ratio, pairs = found["slope_ratio"], sum(map(len, steady["one"].values()))
     if ratio is None:
         detail = f"the whole model's slope is {base.slope_ms:.3f} ms per 1000 tokens: no growth to compare with"
     else:

@@ -18,11 +18,13 @@ __all__ = ["write"]
 
 _LOOKS = {"one": (BLUE, "o"), "whole": (GREY, "s"), "split": (GREEN, "^")}
 
-_HOW = """Every subject runs one thread an engine and begins a fresh session for every length. In decode the subjects draw
-tokens in turns, at the same context; ratios are of neighbouring tokens. Medians, with quartiles in brackets."""
+_HOW = """Every subject runs one thread an engine and begins a fresh session for every length. The last chunk's time is from
+the end of the chunk before it; stages work on several chunks at once. In decode the subjects draw tokens in turns, at the
+same context, and so does a yardstick: the whole model after a short prompt. What a token took over the yardstick's next to
+it, times the yardstick's usual time, is its time at steady speed. Medians, with quartiles in brackets."""
 
-_LINES = """Least squares through the medians; the interval is of a block bootstrap over pairs of tokens. It knows
-nothing of what the machine does between two lengths; the range of the ratio with each length left out shows that."""
+_LINES = """Least squares through the medians at steady speed; the interval is of a block bootstrap over pairs of tokens, the
+last range is of the ratio with each length left out in turn."""
 
 _UPSTREAM = """A pipeline of one stage in native numerics, then llama-bench at the same depth (unpatched, no token drawn, its
 start, load and prefill untimed): medians over blocks of tokens. The two sides do not alternate: compare slopes."""
@@ -39,7 +41,8 @@ def write(result: Result, plan: Plan, folder: Path) -> Path:
             _prefill(lengths, names),
             _prefill_picture(folder, lengths, names),
             "## Decode",
-            _decode(lengths, names),
+            _measured(lengths, {**names, "yardstick": "yardstick"}),
+            _steady(lengths, names),
             _LINES,
             _lines(figures["decode"], names),
             _decode_picture(folder, figures, names),
@@ -53,7 +56,7 @@ def _names(plan: Plan) -> dict[str, str]:
     """Subjects as people call them."""
     stages = plan.split.count(",") + 1
     names = {"one": "one stage", "whole": "whole model", "split": f"{stages} stages"}
-    return {name: names[name] for name in plan.subjects}
+    return {name: names[name] for name in plan.subjects if name in names}
 
 
 def _spread(found: Mapping[str, float], digits: int) -> str:
@@ -79,17 +82,25 @@ def _prefill(lengths: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> 
     return reports.table(heads, rows)
 
 
-def _decode(lengths: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> str:
-    compared = [name for name in names if name != "whole"]
-    heads = [
-        "context, tokens",
-        *(f"{name}, ms a token" for name in names.values()),
-        *(f"{names[name]} / whole model" for name in compared),
+def _measured(lengths: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> str:
+    heads = ("context, tokens", *(f"{name}, ms a token" for name in names.values()))
+    rows = [
+        (row["length"], *(f"{row['subjects'][name]['token_ms']['median']:.2f}" for name in names)) for row in lengths
     ]
+    return reports.table(heads, rows)
+
+
+def _steady(lengths: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> str:
+    compared = [name for name in names if name != "whole"]
+    heads = (
+        "context, tokens",
+        *(f"{name}, ms at steady speed" for name in names.values()),
+        *(f"{names[name]} / whole model" for name in compared),
+    )
     rows = [
         (
             row["length"],
-            *(_spread(row["subjects"][name]["token_ms"], 2) for name in names),
+            *(_spread(row["subjects"][name]["steady_token_ms"], 2) for name in names),
             *(_spread(row["subjects"][name]["token_ratio"], 3) for name in compared),
         )
         for row in lengths
@@ -105,6 +116,8 @@ def _lines(decode: Mapping[str, Mapping[str, Any]], names: Mapping[str, str]) ->
         "slope / whole model's",
         "95 % interval",
         "one length left out",
+        "slope as measured",
+        "ratio",
     )
     rows = []
     for name, text in names.items():
@@ -117,6 +130,8 @@ def _lines(decode: Mapping[str, Mapping[str, Any]], names: Mapping[str, str]) ->
                 f"{found['base_ms']:.2f}",
                 "" if ratio is None else f"{ratio:.3f}",
                 *("" if (of := found.get(key)) is None else f"{of[0]:.3f} to {of[1]:.3f}" for key in intervals),
+                f"{found['raw']['slope_ms_per_1000']:.3f}",
+                "" if (raw := found["raw"].get("slope_ratio")) is None else f"{raw:.3f}",
             )
         )
     return reports.table(heads, rows)
@@ -167,7 +182,7 @@ def _decode_picture(folder: Path, figures: Mapping[str, Any], names: Mapping[str
         xs = [row["length"] for row in lengths]
         for name, text in names.items():
             colour, marker = _LOOKS[name]
-            spreads = [row["subjects"][name]["token_ms"] for row in lengths]
+            spreads = [row["subjects"][name]["steady_token_ms"] for row in lengths]
             medians = [one["median"] for one in spreads]
             quartiles = [
                 [one["median"] - one["low"] for one in spreads],
@@ -192,7 +207,7 @@ def _decode_picture(folder: Path, figures: Mapping[str, Any], names: Mapping[str
         "decode",
         "Time per token over context",
         "context (tokens)",
-        "time per token (ms, median and quartiles)",
+        "time per token at steady speed (ms)",
         paint,
     )
     return reports.picture(path, "time per token over context, with fitted lines")

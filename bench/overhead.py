@@ -30,7 +30,6 @@ import trio
 from attrs import asdict, evolve, frozen
 
 from bench import hops, reports
-from bench.environment import available_cpus
 from bench.options import add_run_arguments, exit_code, say
 from bench.plots import BLUE, GREY, RED, draw
 from bench.progress import Progress
@@ -38,6 +37,7 @@ from bench.results import Check, Journal, Result
 from bench.spreads import Goal, Spread, spread
 from bench.upstream import LlamaBench, find_llama_bench
 from dgr import Artifact, ContextParams, Numerics, Pipeline, open_pipeline, open_route
+from dgr.engine.budget import available_cpus
 from dgr.engine.native import build_info
 from dgr.errors import InputError
 from dgr.testing.chain import cut_at, some_tokens

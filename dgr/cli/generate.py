@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import sys
 from contextlib import AbstractAsyncContextManager
 from typing import Any
@@ -20,7 +21,7 @@ from dgr.model.units import human_bytes
 from dgr.runtime.events import Event, RouteChanged
 from dgr.runtime.generation import GeneratedToken
 from dgr.runtime.local import open_pipeline
-from dgr.runtime.pipeline import Pipeline
+from dgr.runtime.pipeline import Pipeline, Timeouts
 from dgr.runtime.remote import open_route
 from dgr.runtime.shard import Shard
 
@@ -40,6 +41,12 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
     )
     add_model_arguments(parser)
     add_link_arguments(parser)
+    parser.add_argument(
+        "--wait",
+        type=float,
+        metavar="SECONDS",
+        help=f"with --route: wait this long for a route that is not live (default: {Timeouts().route:g})",
+    )
     parser.add_argument("--prompt", required=True, metavar="TEXT", help="the prompt; - reads standard input")
     parser.add_argument(
         "-n", "--max-tokens", type=int, default=64, metavar="N", help="most tokens to draw (default: 64)"
@@ -62,6 +69,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _open(args: argparse.Namespace, shards: list[Shard]) -> AbstractAsyncContextManager[Pipeline]:
     if args.route is None:
+        if args.wait is not None:
+            raise InputError("--wait is for stages elsewhere: give --route with it")
         return _open_local(args, shards)
     if args.split is not None:
         raise InputError("--split cuts a model in this process, --route names stages elsewhere; give one of them")
@@ -70,7 +79,21 @@ def _open(args: argparse.Namespace, shards: list[Shard]) -> AbstractAsyncContext
         args.model = str(file.model)
     if args.model is None:
         raise InputError("text needs a vocabulary: give --model GGUF, or `model` in the route file")
-    return open_route(file, policy=link_policy_of(args, file.tls), model=args.model, chunk=args.chunk)
+    return open_route(
+        file,
+        policy=link_policy_of(args, file.tls),
+        model=args.model,
+        chunk=args.chunk,
+        timeouts=_timeouts(args.wait),
+    )
+
+
+def _timeouts(wait: float | None) -> Timeouts:
+    if wait is None:
+        return Timeouts()
+    if not 0 < wait < math.inf:
+        raise InputError(f"--wait is {wait:g} seconds; give a number above 0")
+    return Timeouts(route=wait)
 
 
 def _open_local(args: argparse.Namespace, shards: list[Shard]) -> AbstractAsyncContextManager[Pipeline]:

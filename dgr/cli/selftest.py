@@ -7,6 +7,7 @@ import json
 import sys
 from typing import Any
 
+from dgr.engine.budget import available_cpus
 from dgr.engine.numerics import load_certificate, record_certificate
 from dgr.testing.invariance import Report, Verdict, certificate, run_suite
 
@@ -30,7 +31,9 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
         "--types", metavar="T,…", help="test these types only, and keep the verdict on the others (default: all)"
     )
     numerics.add_argument("--no-record", action="store_true", help="only tell; do not record the verdict")
-    numerics.add_argument("--if-missing", action="store_true", help="do nothing when a verdict is recorded already")
+    numerics.add_argument(
+        "--if-missing", action="store_true", help="do nothing when a whole verdict is recorded already"
+    )
     numerics.add_argument("--json", action="store_true", help="print one JSON object")
     numerics.set_defaults(run=run)
 
@@ -65,7 +68,8 @@ def _object(report: Report, path: str | None) -> dict[str, Any]:
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.if_missing and load_certificate() is not None:
+    found = load_certificate()
+    if args.if_missing and found is not None and not (found.notes and available_cpus() > 1):
         print(json.dumps({"recorded": True}) if args.json else "the verdict for these kernels is recorded already")
         return 0
     types = None if args.types is None else [name.strip() for name in args.types.split(",") if name.strip()]

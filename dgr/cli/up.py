@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -15,6 +14,7 @@ import trio
 
 from dgr.cli.exit_codes import BAD_INPUT
 from dgr.cli.options import add_link_arguments, add_reserved_arguments, link_policy_of
+from dgr.engine.budget import available_cpus
 from dgr.errors import InputError, InvalidRoute
 from dgr.model.artifact import Artifact
 from dgr.model.route import StageRef
@@ -112,7 +112,7 @@ async def _up(args: argparse.Namespace) -> None:
     file.route.check(artifact.hp.n_layers)
     policy = link_policy_of(args, file.tls)
     stages = _local(file, args.only)
-    threads = max(1, len(os.sched_getaffinity(0)) // len(stages)) if args.threads is None else args.threads
+    threads = max(1, available_cpus() // len(stages)) if args.threads is None else args.threads
     if threads < 1:
         raise InputError(f"--threads is {threads}; a stage computes with one or more")
     refusals: list[str] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 
@@ -11,7 +12,7 @@ from dgr.engine.base import MemoryReport
 from dgr.errors import BudgetExceeded, InputError
 from dgr.model.units import human_bytes
 
-__all__ = ["check_budget", "parse_budget"]
+__all__ = ["available_cpus", "check_budget", "parse_budget"]
 
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?i?B|)", re.IGNORECASE)
@@ -58,3 +59,8 @@ def check_budget(reports: Mapping[str, MemoryReport], n_slots: int, budget: int 
         "; ".join(lines) + f"; in all {_exact(total)}, over the budget of {_exact(budget)} by {_exact(total - budget)}:"
         " lower n_ctx or n_seq_max, own fewer layers, or raise the budget"
     )
+
+
+def available_cpus() -> int:
+    """CPUs that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,7 +1,7 @@
 """State machines as flat tables: a pair of state and event is in the table, or refused.
 
-The tables themselves are where the states are: :mod:`dgr.runtime.states`, :mod:`dgr.model.mtp_states`. The diagrams in the
-documentation are drawn from them.
+The tables themselves are where the states are, :mod:`dgr.runtime.states` first of all; the documentation draws its diagrams
+from them.
 """
 
 from __future__ import annotations

@@ -77,8 +77,8 @@ class Timeouts:
 
     #: For the answer to one chunk, from the moment it is the oldest in flight.
     reply: float = 120.0
-    #: For Opened, Closed, Frontier.
-    control: float = 30.0
+    #: For Opened, Closed, Frontier. A Close waits for the step that runs, so this is no shorter than ``reply``.
+    control: float = 120.0
     #: For Fenced from every stage, and for a session waiting until the route is live.
     route: float = 60.0
 

@@ -378,8 +378,9 @@ async def open_shard(
 
     ``dial(own, successor)`` gives the boundary link to a next stage; the shard reads it with :meth:`Shard.watch_successor`,
     which the dialer starts. ``fence_timeout``: seconds a fence waits for the next stage. ``time_to_live``: seconds after
-    which an idle session is dropped; ``least_idle``: after which it may have to make room for another one. ``memory_budget``: bytes; exceeding it is refused with
-    :class:`~dgr.errors.BudgetExceeded`. The engine is not stopped: it belongs to the caller.
+    which an idle session is dropped; ``least_idle``: after which it may have to make room for another one.
+    ``memory_budget``: bytes; exceeding it is refused with :class:`~dgr.errors.BudgetExceeded`. The engine is not stopped:
+    it belongs to the caller.
     """
     shard = Shard(
         engine,

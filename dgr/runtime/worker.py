@@ -9,16 +9,32 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Any, TypeAlias, TypeVar
+from typing import Generic, TypeVar
 
-import outcome
 import trio
+from attrs import define
 
 __all__ = ["Worker"]
 
 T = TypeVar("T")
 
-_Job: TypeAlias = "tuple[Callable[[], Any], trio.lowlevel.Task, trio.lowlevel.TrioToken]"
+
+@define
+class _Job(Generic[T]):
+    """A call, the task that waits for it, and what came of it."""
+
+    function: Callable[[], T]
+    task: trio.lowlevel.Task
+    token: trio.lowlevel.TrioToken
+    results: list[T]
+    error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self.results.append(self.function())
+        except BaseException as error:
+            self.error = error
+        self.token.run_sync_soon(trio.lowlevel.reschedule, self.task)
 
 
 class Worker:
@@ -26,7 +42,7 @@ class Worker:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._jobs: SimpleQueue[_Job[object] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
 
     async def run(self, function: Callable[[], T]) -> T:
@@ -35,9 +51,14 @@ class Worker:
         if self._thread is None:
             self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
             self._thread.start()
-        self._jobs.put((function, trio.lowlevel.current_task(), trio.lowlevel.current_trio_token()))
-        result: T = await trio.lowlevel.wait_task_rescheduled(lambda _: trio.lowlevel.Abort.FAILED)
-        return result
+        results: list[T] = []
+        job = _Job(function, trio.lowlevel.current_task(), trio.lowlevel.current_trio_token(), results)
+        self._jobs.put(job)  # type: ignore[arg-type]
+        await trio.lowlevel.wait_task_rescheduled(lambda _: trio.lowlevel.Abort.FAILED)
+        if job.error is not None:
+            error, job.error = job.error, None  # no cycle of error, traceback, frame and job
+            raise error
+        return results[0]
 
     def stop(self) -> None:
         """End the thread once it has nothing left to run; a later call starts another."""
@@ -47,7 +68,5 @@ class Worker:
 
     def _loop(self) -> None:
         while (job := self._jobs.get()) is not None:
-            function, task, token = job
-            result = outcome.capture(function)
-            token.run_sync_soon(trio.lowlevel.reschedule, task, result)
-            del job, function, task, result  # nothing of a call is kept alive until the next one
+            job.run()
+            del job  # nothing of a call is kept alive until the next one

@@ -64,13 +64,16 @@ class Chain:
             rows += self._rows(work)
         return bytes(rows)
 
-    def prefill(self, tokens: Sequence[int], *, chunk: int, slot: int = 0, begin: int = 0) -> bytes:
-        """Run ``tokens`` in chunks, as a prompt is run: the last row of logits, and no other is asked for."""
-        *chunks, final = pieces(len(tokens), chunk)
-        for first, last in chunks:
+    def advance(self, tokens: Sequence[int], *, chunk: int, slot: int = 0, begin: int = 0) -> None:
+        """Run ``tokens`` as :meth:`feed` does, and ask for no logits."""
+        for first, last in pieces(len(tokens), chunk):
             self.run([Work(slot, begin + first, tokens[first:last])])
-        first, last = final
-        return bytes(self._rows(Work(slot, begin + first, tokens[first:last], logits=LogitsWanted.LAST)))
+
+    def prefill(self, tokens: Sequence[int], *, chunk: int, slot: int = 0, begin: int = 0) -> bytes:
+        """Run ``tokens`` as a prompt is run: the last row of logits, and no other is asked for."""
+        last = (len(tokens) - 1) // chunk * chunk
+        self.advance(tokens[:last], chunk=chunk, slot=slot, begin=begin)
+        return bytes(self._rows(Work(slot, begin + last, tokens[last:], logits=LogitsWanted.LAST)))
 
     def decode(self, token: int, position: int, n_tokens: int, *, slot: int = 0) -> tuple[list[int], bytes]:
         """Feed ``token`` at ``position``, draw the next one greedily, feed it, and so on ``n_tokens`` times.

@@ -11,24 +11,15 @@ other chunks and companions are demanded of engines that describe their numerics
 
 from __future__ import annotations
 
-import math
 import struct
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from itertools import pairwise
+from collections.abc import Sequence
 
-from dgr.engine.base import (
-    ContextParams,
-    Frontier,
-    LogitsWanted,
-    Numerics,
-    Output,
-    SamplingParams,
-    ShardEngine,
-    Work,
-)
-from dgr.errors import ContextLimitExceeded, DgrError, EngineError, InputError, NonFinite
+from dgr.engine.base import Frontier, LogitsWanted, SamplingParams, ShardEngine, Work
+from dgr.errors import EngineError
 from dgr.model.route import LayerRange
+from dgr.testing.chain import Chain
+from dgr.testing.contract_case import as_bytes, check, check_equal, refused
+from dgr.testing.contract_refusals import RefusalChecks
 
 __all__ = ["EngineContract"]
 
@@ -94,7 +85,7 @@ class EngineContract(RefusalChecks):
             for name, size in memory.state.items():
                 check_equal(size % about.context.n_seq_max, 0, f"bytes of {name} divide among the slots: remainder")
             whole = memory.state
-            Chain([engine]).prefill(0, self.prompt(engine), about.context.n_batch)
+            Chain([engine]).prefill(self.prompt(engine), chunk=about.context.n_batch)
             check_equal(engine.memory().state, whole, "bytes of state after use")
             engine.close(0)
             check_equal(engine.memory().state, whole, "bytes of state after a slot was closed")
@@ -119,11 +110,11 @@ class EngineContract(RefusalChecks):
 
     def _converse(self, chain: Chain, tokens: Sequence[int], chunk: int) -> list[bytes]:
         """Logits after a prompt and after each of a few greedy tokens."""
-        rows = [chain.prefill(0, tokens, chunk)]
+        rows = [chain.prefill(tokens, chunk=chunk)]
         history = list(tokens)
         for _ in range(self.decoded):
             token, _top = chain.tail.sample(rows[-1], history, SamplingParams())
-            rows.append(as_bytes(chain.feed(0, len(history), [token], LogitsWanted.LAST).logits))
+            rows.append(as_bytes(chain.run([Work(0, len(history), [token], logits=LogitsWanted.LAST)])[0].logits))
             history.append(token)
         return rows
 
@@ -135,11 +126,10 @@ class EngineContract(RefusalChecks):
             largest = chain.tail.describe().context.n_batch
             expected = None
             for chunk in (largest, 1, 5, largest - 1):
-                seen = (chain.prefill(0, tokens, chunk), [_digests(part) for part in chain.frontiers(0)])
+                seen = (chain.prefill(tokens, chunk=chunk), [_digests(part) for part in chain.frontiers(0)])
                 expected = expected or seen
                 check_equal(seen, expected, f"logits and digests in chunks of {chunk}, against chunks of {largest}")
-                for engine in chain.engines:
-                    engine.close(0)
+                chain.close(0)
 
     def test_companions_do_not_matter(self) -> None:
         with self.cut_in_two() as chain:
@@ -152,11 +142,11 @@ class EngineContract(RefusalChecks):
             together = self._merged(chain, prompts, room)
             digests = [[_digests(part) for part in chain.frontiers(slot)] for slot in slots]
             for slot, prompt in zip(slots, prompts, strict=True):
-                for engine in chain.engines:
-                    engine.close(slot)
-                check_equal(chain.prefill(slot, prompt, room), together[slot], f"logits of slot {slot}, alone and merged")
-                alone = [_digests(part) for part in chain.frontiers(slot)]
-                check_equal(alone, digests[slot], f"digests of slot {slot}, alone and merged")
+                chain.close(slot)
+                alone = chain.prefill(prompt, chunk=room, slot=slot)
+                check_equal(alone, together[slot], f"logits of slot {slot}, alone and merged")
+                seen = [_digests(part) for part in chain.frontiers(slot)]
+                check_equal(seen, digests[slot], f"digests of slot {slot}, alone and merged")
 
     def _merged(self, chain: Chain, prompts: Sequence[Sequence[int]], room: int) -> list[bytes]:
         """Run all prompts side by side, in uneven pieces; the last row of logits of each."""
@@ -167,7 +157,7 @@ class EngineContract(RefusalChecks):
                 part = prompt[done[slot] : done[slot] + max(1, room - slot)]
                 if part:
                     batch.append(Work(slot, done[slot], part, logits=LogitsWanted.LAST))
-            for work, output in zip(batch, chain.feed_many(batch), strict=True):
+            for work, output in zip(batch, chain.run(batch), strict=True):
                 check_equal(output.slot, work.slot, "outputs come in the order of the batch: slot")
                 done[work.slot] += len(work.tokens)
                 rows[work.slot] = as_bytes(output.logits)
@@ -190,11 +180,11 @@ class EngineContract(RefusalChecks):
 
     def test_positions_are_counted(self) -> None:
         with self.cut_in_two() as chain:
-            tokens = self.prompt(chain.tail)
+            tokens, chunk = self.prompt(chain.tail), chain.tail.describe().context.n_batch
             done = 0
             for position in (1, 2, 3, 4, 5, 7, 8, 9, 16, 17, 31, 33, 64, 127, 128, 129, len(tokens)):
                 if done < position <= len(tokens):
-                    self._advance(chain, tokens, done, position)
+                    chain.advance(tokens[done:position], chunk=chunk, begin=done)
                     done = position
                     for engine, frontier in zip(chain.engines, chain.frontiers(0), strict=True):
                         check_equal(engine.position(0), position, "position()")
@@ -215,7 +205,7 @@ class EngineContract(RefusalChecks):
             tokens = self.prompt(chain.tail)
             never_used = chain.frontiers(0)
             check_equal([part.position for part in never_used], [0, 0], "position of a slot that was never used")
-            first = chain.prefill(0, tokens, 16)
+            first = chain.prefill(tokens, chunk=16)
             used = chain.frontiers(0)
             check(used != never_used, "a frontier tells a used slot from an empty one")
             for engine in chain.engines:
@@ -223,7 +213,7 @@ class EngineContract(RefusalChecks):
                 engine.close(0)  # again: harmless
                 check_equal(engine.position(0), 0, "position of a closed slot")
             check_equal(chain.frontiers(0), never_used, "frontier of a closed slot")
-            check_equal(chain.prefill(0, tokens, 16), first, "logits from a slot that was used before")
+            check_equal(chain.prefill(tokens, chunk=16), first, "logits from a slot that was used before")
             check_equal(chain.frontiers(0), used, "frontier of a slot that was used before")
 
     def test_slots_do_not_touch(self) -> None:
@@ -231,19 +221,17 @@ class EngineContract(RefusalChecks):
             if chain.tail.describe().context.n_seq_max < 2:
                 return
             mine, theirs = self.prompt(chain.tail), self.prompt(chain.tail, 50, kind=1)
-            undisturbed = chain.prefill(0, mine, 16)
+            undisturbed = chain.prefill(mine, chunk=16)
             before = chain.frontiers(0)
             for _ in range(3):
-                chain.prefill(1, theirs, 16)
+                chain.prefill(theirs, chunk=16, slot=1)
                 check_equal(chain.frontiers(0), before, "frontier of slot 0 while slot 1 runs")
-                for engine in chain.engines:
-                    engine.close(1)
+                chain.close(1)
                 check_equal(chain.frontiers(0), before, "frontier of slot 0 when slot 1 is closed")
-            after = as_bytes(chain.feed(0, len(mine), theirs[:1], LogitsWanted.LAST).logits)
-            for engine in chain.engines:
-                engine.close(0)
-            check_equal(chain.prefill(0, mine, 16), undisturbed, "logits of the prompt, again")
-            again = as_bytes(chain.feed(0, len(mine), theirs[:1], LogitsWanted.LAST).logits)
+            after = as_bytes(chain.run([Work(0, len(mine), theirs[:1], logits=LogitsWanted.LAST)])[0].logits)
+            chain.close(0)
+            check_equal(chain.prefill(mine, chunk=16), undisturbed, "logits of the prompt, again")
+            again = as_bytes(chain.run([Work(0, len(mine), theirs[:1], logits=LogitsWanted.LAST)])[0].logits)
             check_equal(again, after, "logits of the next token, without and with a neighbour")
 
     # --- outputs ---
@@ -254,16 +242,17 @@ class EngineContract(RefusalChecks):
             tokens, row = self.prompt(head, 6), _FLOAT * tail.describe().n_vocab
             outputs = {}
             for wanted in LogitsWanted:
-                chain_output = chain.feed(0, 0, tokens, wanted)
+                chain_output = chain.run([Work(0, 0, tokens, logits=wanted)])[0]
                 check_equal(chain_output.residual, None, "a tail gives no residual")
                 check(chain_output.finite, "a sound output is finite")
                 outputs[wanted] = as_bytes(chain_output.logits)
-                for engine in chain.engines:
-                    engine.close(0)
+                chain.close(0)
             check_equal(len(outputs[LogitsWanted.NONE]), 0, "bytes of no logits")
             check_equal(len(outputs[LogitsWanted.ALL]), row * len(tokens), "bytes of all rows")
             if self.is_exact(tail):
-                check_equal(outputs[LogitsWanted.LAST], outputs[LogitsWanted.ALL][-row:], "the last row, alone and among all")
+                check_equal(
+                    outputs[LogitsWanted.LAST], outputs[LogitsWanted.ALL][-row:], "the last row, alone and among all"
+                )
             check_equal(len(outputs[LogitsWanted.LAST]), row, "bytes of one row")
             head_output = head.run([Work(0, 0, tokens)])[0]
             check_equal(head_output.logits, None, "a head gives no logits")
@@ -274,7 +263,7 @@ class EngineContract(RefusalChecks):
         with self.chain() as chain:
             engine, about = chain.tail, chain.tail.describe()
             history = self.prompt(engine, 12)
-            logits = chain.prefill(0, history, len(history))
+            logits = chain.prefill(history, chunk=len(history))
             values = struct.unpack(f"<{about.n_vocab}f", logits)
             token, top = engine.sample(logits, history, SamplingParams(top_logprobs=min(4, about.n_vocab)))
             check_equal(token, values.index(max(values)), "greedy takes the first of the largest logits")
@@ -322,3 +311,8 @@ class EngineContract(RefusalChecks):
             with refused(EngineError, "work for an aborted engine"):
                 engine.run([Work(0, 3, tokens)])
             engine.close(0)
+
+
+def _digests(frontier: Frontier) -> list[tuple[str, str]]:
+    """What must not depend on how the tokens came: counts may (a ring keeps more rows after larger chunks)."""
+    return [(part.name, part.digest) for part in frontier.components]

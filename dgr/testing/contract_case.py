@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 
-from dgr.engine.base import ContextParams, Numerics, ShardEngine, Work
+from dgr.engine.base import ContextParams, Numerics, ShardEngine
 from dgr.errors import DgrError
 from dgr.model.route import LayerRange
-from dgr.testing.chain import Chain, pieces
+from dgr.testing.chain import Chain
 
 __all__ = ["ContractCase", "as_bytes", "check", "check_equal", "refused"]
 
@@ -83,27 +83,20 @@ class ContractCase:
     def is_exact(self, engine: ShardEngine) -> bool:
         return engine.describe().context.numerics is Numerics.EXACT
 
-    def _advance(self, chain: Chain, tokens: Sequence[int], begin: int, end: int) -> None:
-        chunk = chain.tail.describe().context.n_batch
-        for start in range(begin, end, chunk):
-            chain.feed(0, start, tokens[start : min(start + chunk, end)])
-
 
 def as_bytes(data: memoryview | bytes | None) -> bytes:
+    """An output that may be absent, as bytes to compare."""
     return b"" if data is None else bytes(data)
 
 
-def _digests(frontier: Frontier) -> list[tuple[str, str]]:
-    """What must not depend on how the tokens came: counts may (a ring keeps more rows after larger chunks)."""
-    return [(part.name, part.digest) for part in frontier.components]
-
-
 def check(truth: object, what: str) -> None:
+    """``what`` is so."""
     if not truth:
         raise AssertionError(f"not so: {what}")
 
 
 def check_equal(seen: object, expected: object, what: str) -> None:
+    """``what`` is as expected."""
     if seen != expected:
         raise AssertionError(f"{what}: {_short(seen)} is not {_short(expected)}")
 
@@ -115,6 +108,7 @@ def _short(value: object) -> str:
 
 @contextmanager
 def refused(error: type[DgrError], what: str) -> Iterator[None]:
+    """The block ends with ``error``, because ``what`` is not allowed."""
     try:
         yield
     except error:

@@ -31,7 +31,7 @@ class RefusalChecks(ContractCase):
             head, about = chain.engines[0], chain.engines[0].describe()
             tokens = self.prompt(head, 20)
             full = about.context.n_batch
-            self._advance(chain, tokens, 0, 10)
+            chain.advance(tokens[:10], chunk=full)
             bad: list[tuple[str, list[Work]]] = [
                 ("an empty batch", []),
                 ("no tokens", [Work(0, 10, [])]),
@@ -57,11 +57,10 @@ class RefusalChecks(ContractCase):
                 for method in (head.position, head.frontier, head.close):
                     with refused(InputError, f"slot {slot}"):
                         method(slot)
-            after = chain.prefill(0, tokens[10:], 16, position=10)
-            for engine in chain.engines:
-                engine.close(0)
-            self._advance(chain, tokens, 0, 10)
-            check_equal(chain.prefill(0, tokens[10:], 16, position=10), after, "logits after refusals, and without any")
+            after = chain.prefill(tokens[10:], chunk=16, begin=10)
+            chain.close(0)
+            chain.advance(tokens[:10], chunk=full)
+            check_equal(chain.prefill(tokens[10:], chunk=16, begin=10), after, "logits after refusals, and without any")
 
     def test_bad_residuals_are_refused(self) -> None:
         with self.cut_in_two() as chain:
@@ -79,25 +78,28 @@ class RefusalChecks(ContractCase):
                 with self._unchanged(tail, what), refused(error, what):
                     tail.run([Work(0, 0, tokens, residual, LogitsWanted.LAST)])
             logits = tail.run([Work(0, 0, tokens, good, LogitsWanted.LAST)])[0].logits
-            for engine in chain.engines:
-                engine.close(0)
+            chain.close(0)
             check_equal(len(good), _FLOAT * row * len(tokens), "bytes of a residual")
-            check_equal(chain.prefill(0, tokens, len(tokens)), as_bytes(logits), "logits after refusals, and without any")
+            check_equal(
+                chain.prefill(tokens, chunk=len(tokens)), as_bytes(logits), "logits after refusals, and without any"
+            )
 
     def test_context_ends_at_n_ctx(self) -> None:
         with self.cut_in_two() as chain:
             head, context = chain.engines[0], chain.engines[0].describe().context
             tokens = [token for _ in range(context.n_ctx) for token in self.prompt(head, 1)]
-            self._advance(chain, tokens, 0, context.n_ctx - 2)
+            chain.advance(tokens[: context.n_ctx - 2], chunk=context.n_batch)
             with (
                 self._unchanged(head, "one token too many"),
                 refused(ContextLimitExceeded, "three tokens, two places"),
             ):
-                chain.feed(0, context.n_ctx - 2, tokens[:3])
-            chain.feed(0, context.n_ctx - 2, tokens[:2])
-            check_equal([engine.position(0) for engine in chain.engines], [context.n_ctx] * 2, "position of a full slot")
+                chain.run([Work(0, context.n_ctx - 2, tokens[:3])])
+            chain.run([Work(0, context.n_ctx - 2, tokens[:2])])
+            check_equal(
+                [engine.position(0) for engine in chain.engines], [context.n_ctx] * 2, "position of a full slot"
+            )
             with self._unchanged(head, "a full slot"), refused(ContextLimitExceeded, "a token for a full slot"):
-                chain.feed(0, context.n_ctx, tokens[:1])
+                chain.run([Work(0, context.n_ctx, tokens[:1])])
 
     @contextmanager
     def _unchanged(self, engine: ShardEngine, what: str) -> Iterator[None]:
@@ -110,7 +112,7 @@ class RefusalChecks(ContractCase):
         with self.chain() as chain:
             engine, n_vocab = chain.tail, chain.tail.describe().n_vocab
             history = self.prompt(engine, 3)
-            logits = chain.prefill(0, history, len(history))
+            logits = chain.prefill(history, chunk=len(history))
             for params in (
                 SamplingParams(temperature=math.nan),
                 SamplingParams(top_p=0.0),

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -23,16 +22,28 @@ from typing import Literal
 from attrs import evolve, frozen
 
 from dgr.engine.base import ContextParams, LogitsWanted, Numerics, Work
+from dgr.engine.budget import available_cpus
 from dgr.engine.native import kernel_fingerprint
 from dgr.engine.numerics import Certificate
 from dgr.errors import DgrError, InputError
 from dgr.model.artifact import Artifact
 from dgr.model.ggml import GgmlType, parse_type
-from dgr.testing.chain import Chain, cut_at, open_chain, some_tokens
+from dgr.testing.chain import Chain, cut_at, some_tokens
 from dgr.testing.fixture_blocks import BLOCK_TYPES
+from dgr.testing.llama_chain import open_chain
 from dgr.testing.models import cached_fixture
 
-__all__ = ["ESSENTIAL", "K_TYPES", "WEIGHT_TYPES", "Case", "Report", "Verdict", "certificate", "run_suite", "select"]
+__all__ = [
+    "ESSENTIAL",
+    "K_TYPES",
+    "WEIGHT_TYPES",
+    "Case",
+    "Report",
+    "Verdict",
+    "certificate",
+    "run_suite",
+    "select",
+]
 
 _COMMON = (GgmlType.F32, GgmlType.F16, GgmlType.BF16, GgmlType.Q8_0, GgmlType.MXFP4, GgmlType.Q4_K, GgmlType.Q6_K)
 #: Every weight type a model can be written in, the common ones first.
@@ -283,11 +294,6 @@ class _Run:
 
     def verdict(self) -> Verdict:
         return Verdict(self.case, tuple(self.differences), tuple(self.threads), self.seconds)
-
-
-def available_cpus() -> int:
-    """CPUs this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _run_threads(runs: Sequence[_Run], n_cpus: int, finished: Callable[[Verdict], None]) -> list[str]:

@@ -18,7 +18,6 @@ is it still read, because the other side's last words may wait there.
 from __future__ import annotations
 
 import contextlib
-import math
 from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -267,7 +266,10 @@ class Link:
             else:
                 self._idle.unpark_all()
                 self._work = trio.Event()
-                with trio.move_on_after(math.inf if self._heartbeat is None else self._heartbeat) as quiet:
+                if self._heartbeat is None:
+                    await self._work.wait()
+                    continue
+                with trio.move_on_after(self._heartbeat) as quiet:
                     await self._work.wait()
                 if quiet.cancelled_caught:
                     self._ask_for_life()
@@ -357,10 +359,10 @@ class Link:
 
     async def _fill(self) -> None:
         """Read once."""
-        patience = math.inf if self._heartbeat is None else _SILENT_BEATS * self._heartbeat
+        patience = 0.0 if self._heartbeat is None else _SILENT_BEATS * self._heartbeat
         data: bytes | bytearray | None = None
         try:
-            with trio.move_on_after(patience):
+            with trio.move_on_after(patience) if patience else contextlib.nullcontext():
                 data = await self._transport.receive_some(_READ)
         except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
             if self._closed:

@@ -6,8 +6,10 @@ import copy
 import json
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -18,7 +20,7 @@ from attrs import evolve
 from bench import frontier, frontier_report
 from bench.cli import main
 from bench.frontier_figures import SUBJECTS, At, BesideUpstream, Plan, Run, checks, figures, line, ratio_interval
-from bench.results import Journal
+from bench.results import Journal, median
 from bench.upstream import LlamaBench
 from dgr import Artifact, ContextParams, Numerics, SamplingParams, ShardEngine
 from dgr.errors import EngineError, InputError, LinkBroken
@@ -29,7 +31,7 @@ SLOPE = "decode through one stage grows as in the whole model, ± 3%"
 TOKENS = "stages draw the whole model's tokens"
 STATES = "no session lost its state"
 #: What subjects take beyond the whole model, seconds a token.
-EXTRA = {"one": 0.0004, "whole": 0.0, "split": 0.002}
+EXTRA = {"one": 0.0004, "whole": 0.0, "split": 0.002, "yardstick": 0.0}
 
 
 def whole_s(context: int) -> float:
@@ -40,14 +42,15 @@ def whole_s(context: int) -> float:
 def good(length: int, plan: Plan = PLAN) -> At:
     """A length at which everything went well; the machine's speed wanders, for all subjects alike."""
     weather = random.Random(length)
-    speeds = [1 + 0.1 * weather.random() for _ in range(plan.decode)]
+    day = 1 + weather.random()
+    speeds = [day + 0.1 * weather.random() for _ in range(plan.decode)]
     runs = {
         name: Run(
             tokens=[(7 * at + length) % 100 for at in range(plan.decode + 1)],
             first_token_s=length / 200,
             last_chunk_s=2.0,
-            token_s=[speed * (whole_s(length) + EXTRA[name]) for speed in speeds],
-            positions=[length + plan.decode] * (3 if name == "split" else 1),
+            token_s=[speed * (whole_s(plan.prompt(name, length)) + EXTRA[name]) for speed in speeds],
+            positions=[plan.prompt(name, length) + plan.decode] * (3 if name == "split" else 1),
         )
         for name in plan.subjects
     }
@@ -75,7 +78,7 @@ def test_what_went_well_passes_with_every_case_counted() -> None:
         "every length is measured": 4,
         "answers tell": 4,
         TOKENS: 8,
-        STATES: 12,
+        STATES: 16,
         SLOPE: 4 * 32,
     }
 
@@ -108,8 +111,8 @@ def _stage_is_missing(units: dict[str, Any]) -> None:
 def _grows(share: float) -> Callable[[dict[str, Any]], None]:
     def mutate(units: dict[str, Any]) -> None:
         for unit in units.values():
-            extra = share * 1e-6 * unit["length"]
-            unit["runs"]["one"]["token_s"] = [seconds + extra for seconds in unit["runs"]["one"]["token_s"]]
+            more = 1 + share * 1e-6 * unit["length"] / (whole_s(unit["length"]) + EXTRA["one"])
+            unit["runs"]["one"]["token_s"] = [more * seconds for seconds in unit["runs"]["one"]["token_s"]]
 
     return mutate
 
@@ -178,15 +181,20 @@ def test_lines_go_through_medians() -> None:
     assert math.isnan(line({1000: [0.009]}).slope_ms)
 
 
-def test_a_constant_cost_is_no_slope_and_a_share_is() -> None:
-    found = figures(PLAN, recorded())["decode"]
+def test_a_constant_cost_is_no_slope_and_neither_is_the_weather() -> None:
+    units = recorded()
+    found = figures(PLAN, units)["decode"]
+    assert list(found) == ["whole", "one", "split"]
     assert "slope_ratio" not in found["whole"]
-    assert found["one"]["slope_ratio"] == pytest.approx(1.0, abs=0.01)
-    assert found["one"]["base_ms"] - found["whole"]["base_ms"] == pytest.approx(0.42, abs=0.05)
-    low, high = found["one"]["slope_ratio_interval"]
-    assert low <= found["one"]["slope_ratio"] <= high
-    least, most = found["one"]["slope_ratio_leaving_one_out"]
-    assert least <= found["one"]["slope_ratio"] <= most
+    usual = median([seconds for unit in units.values() for seconds in unit["runs"]["yardstick"]["token_s"]])
+    speed = usual / whole_s(64)
+    assert found["whole"]["slope_ms_per_1000"] == pytest.approx(speed)
+    assert found["whole"]["raw"]["slope_ms_per_1000"] != pytest.approx(speed, rel=0.1)
+    for name in ("one", "split"):
+        assert found[name]["slope_ratio"] == pytest.approx(1.0)
+        assert found[name]["slope_ratio_interval"] == pytest.approx((1.0, 1.0))
+        assert found[name]["slope_ratio_leaving_one_out"] == pytest.approx((1.0, 1.0))
+        assert found[name]["base_ms"] - found["whole"]["base_ms"] == pytest.approx(1e3 * speed * EXTRA[name])
 
 
 def test_speeds_of_prefill() -> None:
@@ -292,12 +300,19 @@ def faked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         ran.append(length)
         return good(length, job.plan)
 
+    @asynccontextmanager
+    async def open_subject(job: frontier.Job, name: str) -> AsyncIterator[SimpleNamespace]:
+        yield SimpleNamespace(name=name)
+
     monkeypatch.setattr(frontier, "run_length", run_length)
+    monkeypatch.setattr(frontier, "open_subject", open_subject)
     return ran
 
 
 def command(model: Path, folder: Path, *flags: str) -> int:
-    return main(["frontier", "--model", str(model), "--out", str(folder), "--lengths", "64,96,128", *flags])
+    return main(
+        ["frontier", "--model", str(model), "--out", str(folder), "--lengths", "64,96,128", "--decode", "16", *flags]
+    )
 
 
 def test_an_interrupted_run_goes_on_where_it_was(
@@ -336,7 +351,7 @@ def test_one_stage_is_not_measured_twice(
     monkeypatch.setattr(frontier_report, "write", lambda *_: None)
     assert command(small, tmp_path, "--split", "0:7") == 0
     result = json.loads((tmp_path / "result.json").read_text())
-    assert result["plan"]["subjects"] == list(SUBJECTS[:2])
+    assert result["plan"]["subjects"] == ["one", "whole", "yardstick"]
 
 
 @pytest.mark.parametrize(
@@ -349,7 +364,7 @@ def test_one_stage_is_not_measured_twice(
         (("--lengths", "512,1k"), "--lengths is '512,1k'; give numbers of tokens"),
         (("--lengths", "64,500000"), "--lengths up to 500000 take "),
         (("--decode", "7"), "--decode is 7; give 8 to 1048576 tokens"),
-        (("--chunk", "0"), "--chunk is 0; give 1 to 65536 tokens"),
+        (("--chunk", "0"), "--chunk is 0; give 32 to 65536 tokens"),
         (("--split", "0:3"), "the split ends at layer 3, but the model has 7; end with 3:7"),
         (("--upstream", "--llama-bench", "nowhere"), "--llama-bench nowhere is no program"),
     ],
@@ -385,7 +400,7 @@ def _on_the_tail(_: int, engine: ShardEngine) -> ShardEngine:
 
 
 def test_a_real_run_and_a_real_mistake(model: Callable[..., Path], tmp_path: Path) -> None:
-    plan = msgspec.structs.replace(PLAN, lengths=(20, 40), decode=8, chunk=16, goal=None)
+    plan = msgspec.structs.replace(PLAN, lengths=(33, 40), decode=8, chunk=32, goal=None)
     job = frontier.Job(plan, Artifact.open(model("mixed", layers=7)))
     journal = Journal.open(tmp_path, "frontier", msgspec.to_builtins(plan), {}, "")
     trio.run(frontier.frontier, job, journal)

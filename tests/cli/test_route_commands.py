@@ -11,6 +11,7 @@ import pytest
 from attrs import evolve, frozen
 from commands import Result, Stage
 
+from dgr.cli import generate
 from dgr.model.artifact import Artifact
 from dgr.model.route import LayerRange, StageRef
 
@@ -101,6 +102,30 @@ def test_generate_over_stages_that_are_not_there(run: Callable, cluster: Cluster
     assert result.code == 1
     assert "cannot connect to 127.0.0.1:1: " in result.err
     assert len(result.err.splitlines()) == 1
+
+
+def test_generate_waits_for_a_lost_stage_as_long_as_it_is_told(
+    run: Callable, cluster: Cluster, stages: Callable, route_file: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tail,) = stages((cluster.model, "3:7"))
+    path = route_file([cluster.head.ref, tail.ref], model=cluster.model)
+
+    def kill_at_the_first_token(*text: str, **options: object) -> None:
+        if "end" in options:
+            tail.process.kill()
+            tail.process.wait()
+
+    monkeypatch.setattr(generate, "print", kill_at_the_first_token, raising=False)
+    result = run("generate", "--route", path, *PROMPT, "--wait", "0.3")
+    assert result.code == 1
+    assert "the route is down and was not live within 0.3 s" in result.err
+    assert f"cannot connect to {tail.address}" in result.err
+
+
+def test_generate_waits_for_a_route_only(run: Callable, small: Path) -> None:
+    result = run("generate", "--model", small, *PROMPT, "--wait", "5")
+    assert result.code == 2
+    assert "--wait is for stages elsewhere: give --route with it" in result.err
 
 
 # --- doctor ---
@@ -228,6 +253,9 @@ def test_doctor_speaking_plainly_to_a_tls_stage(run: Callable, stages: Callable,
     [
         (("--heartbeat", "0"), "--heartbeat is 0 seconds; give 0.05 to 3600"),
         (("--heartbeat", "nan"), "--heartbeat is nan seconds; give 0.05 to 3600"),
+        (("--wait", "0"), "--wait is 0 seconds; give a number above 0"),
+        (("--wait", "nan"), "--wait is nan seconds; give a number above 0"),
+        (("--wait", "inf"), "--wait is inf seconds; give a number above 0"),
         (("--tls-ca", "ca.pem"), "--tls-ca, --tls-cert and --tls-key go together"),
         (("--tls-cert", "a.pem", "--tls-key", "a.key"), "--tls-ca, --tls-cert and --tls-key go together"),
         (("--tls-ca", "no", "--tls-cert", "no", "--tls-key", "no"), "cannot load TLS credentials no, no, no"),

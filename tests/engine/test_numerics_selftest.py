@@ -133,3 +133,19 @@ def test_the_command_fails_when_an_essential_type_is_not_exact(native: Report, m
     monkeypatch.setattr("dgr.cli.selftest.run_suite", lambda *_, **__: native)
     assert main(["selftest", "numerics", "--types", "f32,bf16", "--no-record", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["passed"] is False
+
+
+def test_a_record_with_something_untested_is_made_again(tmp_path, monkeypatch, capsys):
+    ran = []
+    monkeypatch.setenv("DGR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(
+        "dgr.cli.selftest.run_suite", lambda *_, **__: ran.append(1) or Report(kernel_fingerprint(), (), (), 0.0)
+    )
+    command = ["selftest", "numerics", "--if-missing"]
+    for notes, cpus, times in ((("several threads: not tested",), 2, 1), ((), 2, 0), (("one CPU",), 1, 0)):
+        record_certificate(Certificate(kernel_fingerprint(), ("f32",), ("f16",), notes=notes))
+        monkeypatch.setattr("dgr.cli.selftest.available_cpus", lambda cpus=cpus: cpus)
+        ran.clear()
+        assert main(command) == 0
+        assert len(ran) == times
+    assert "recorded already" in capsys.readouterr().out

@@ -10,13 +10,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 
+import conversations
 import msgspec
 import trio
 import trustme
-from attrs import evolve
 
-from dgr import GeneratedToken, Generation
-from dgr.engine.base import ContextParams, LogitsWanted, SamplingParams, Work
+from dgr.engine.base import ContextParams
 from dgr.errors import DgrError, LinkBroken
 from dgr.model.route import LayerRange, Route, StageRef
 from dgr.runtime.events import Event
@@ -43,33 +42,14 @@ HANDSHAKE = 1.0
 TIMEOUTS = Timeouts(reply=20.0, control=20.0, route=30.0)
 
 
-async def take(generation: Generation, count: int | None = None) -> list[int]:
-    """The ids of the next ``count`` tokens, or of all."""
-    tokens: list[GeneratedToken] = []
-    while count is None or len(tokens) < count:
-        try:
-            tokens.append(await anext(generation))
-        except StopAsyncIteration:
-            break
-    return [token.id for token in tokens]
-
-
 async def answer_of(pipeline: Pipeline, prompt: Sequence[int] = PROMPT, count: int = 12) -> list[int]:
     async with pipeline.session() as session:
-        return await take(session.generate(prompt, max_tokens=count))
+        return await conversations.take(session.generate(prompt, max_tokens=count))
 
 
 def reference(prompt: Sequence[int] = PROMPT, count: int = 12) -> list[int]:
     """What the whole model, undisturbed, answers to a prompt."""
-    room = len(prompt) + count
-    engine = FakeEngine(None, evolve(CONTEXT, n_ctx=room, n_batch=room, n_ubatch=room, n_seq_max=1))
-    history, new = list(prompt), list(prompt)
-    for _ in range(count):
-        (output,) = engine.run([Work(0, len(history) - len(new), new, logits=LogitsWanted.LAST)])
-        assert output.logits is not None
-        new = [engine.sample(output.logits, history, SamplingParams())[0]]
-        history += new
-    return history[len(prompt) :]
+    return conversations.reference(prompt, count)
 
 
 async def next_event(events: trio.MemoryReceiveChannel[Event], kind: type[Event]) -> Event:
@@ -78,23 +58,6 @@ async def next_event(events: trio.MemoryReceiveChannel[Event], kind: type[Event]
         if isinstance(event, kind):
             return event
     raise AssertionError(f"no {kind.__name__} came")
-
-
-def seen(events: trio.MemoryReceiveChannel[Event]) -> list[Event]:
-    """The events that came so far."""
-    found: list[Event] = []
-    while True:
-        try:
-            found.append(events.receive_nowait())
-        except (trio.WouldBlock, trio.EndOfChannel):
-            return found
-
-
-@asynccontextmanager
-async def held(shard: Shard) -> AsyncIterator[None]:
-    """Nothing runs on a shard for the length of the block, as behind a long step."""
-    async with shard.stepper._lock:
-        yield
 
 
 # --- stages ---

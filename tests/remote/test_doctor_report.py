@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 import trio
-from remote_stages import HANDSHAKE, THREE, TWO, Hosts, open_hosts, read_to_end, seen
+from conversations import seen
+from remote_stages import HANDSHAKE, THREE, TWO, Hosts, open_hosts, read_to_end
 
 from dgr.errors import LinkBroken
 from dgr.model.route import LayerRange, Route, StageRef

@@ -8,6 +8,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 import pytest
 import trio
 from attrs import evolve
+from conversations import held, seen, take
 from remote_stages import (
     CONTEXT,
     HANDSHAKE,
@@ -21,13 +22,10 @@ from remote_stages import (
     answer_of,
     assert_closed,
     greeted,
-    held,
     next_event,
     open_hosts,
     reference,
-    seen,
     stage,
-    take,
 )
 
 from dgr.engine.base import EngineDescription

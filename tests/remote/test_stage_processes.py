@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 import trio
 from attrs import evolve, field, frozen
-from remote_stages import answer_of, next_event, seen, take
+from conversations import seen, take
+from remote_stages import answer_of, next_event
 
 import dgr
 from dgr.cli.keys import make_keys

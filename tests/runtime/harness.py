@@ -1,18 +1,15 @@
-"""Fake stages by name, pipelines over them, and what a conversation must give."""
+"""Fake stages by name, and pipelines over them."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from functools import lru_cache
 
 import trio.testing
-from attrs import evolve
 
-from dgr.engine.base import ContextParams, LogitsWanted, SamplingParams, Work
+from dgr.engine.base import ContextParams
 from dgr.model.route import LayerRange, Route, StageRef, parse_split
 from dgr.runtime.events import Event
-from dgr.runtime.generation import GeneratedToken, Generation
 from dgr.runtime.local import LocalCluster, ShardPolicy, open_cluster
 from dgr.runtime.pipeline import Pipeline, Timeouts, open_pipeline_on
 from dgr.runtime.shard import Shard
@@ -99,59 +96,8 @@ async def open_stages(
         await stages.assert_empty()
 
 
-@lru_cache(maxsize=4096)
-def _reference(prompt: tuple[int, ...], count: int, sampling: SamplingParams) -> tuple[int, ...]:
-    room = len(prompt) + count
-    engine = FakeEngine(None, evolve(CONTEXT, n_ctx=room, n_batch=room, n_ubatch=room, n_seq_max=1))
-    history, new = list(prompt), list(prompt)
-    for _ in range(count):
-        position = len(history) - len(new)
-        (output,) = engine.run([Work(0, position, new, logits=LogitsWanted.LAST)])
-        assert output.logits is not None
-        new = [engine.sample(output.logits, history, sampling)[0]]
-        history += new
-    return tuple(history[len(prompt) :])
-
-
-def reference(prompt: Sequence[int], count: int, sampling: SamplingParams | None = None) -> list[int]:
-    """What the whole model, undisturbed, answers to a prompt."""
-    return list(_reference(tuple(prompt), count, sampling or SamplingParams()))
-
-
-async def take(generation: Generation, count: int | None = None) -> list[int]:
-    """The ids of the next ``count`` tokens, or of all."""
-    return [token.id for token in await take_tokens(generation, count)]
-
-
-async def take_tokens(generation: Generation, count: int | None = None) -> list[GeneratedToken]:
-    tokens: list[GeneratedToken] = []
-    while count is None or len(tokens) < count:
-        try:
-            tokens.append(await anext(generation))
-        except StopAsyncIteration:
-            break
-    return tokens
-
-
-def seen(events: trio.MemoryReceiveChannel[Event]) -> list[Event]:
-    """The events that came so far."""
-    found: list[Event] = []
-    while True:
-        try:
-            found.append(events.receive_nowait())
-        except (trio.WouldBlock, trio.EndOfChannel):
-            return found
-
-
 def kinds(events: Sequence[Event]) -> list[str]:
     return [type(event).__name__ for event in events]
-
-
-@asynccontextmanager
-async def held(shard: Shard) -> AsyncIterator[None]:
-    """Nothing runs on a shard for the length of the block, as behind a long step: frames queue, slots are not cleared."""
-    async with shard.stepper._lock:
-        yield
 
 
 async def rest() -> None:

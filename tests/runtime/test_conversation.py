@@ -7,7 +7,8 @@ import struct
 import pytest
 import trio
 from attrs import evolve
-from harness import CONTEXT, MODEL, THREE, TWO, WHOLE, kinds, open_stages, reference, seen, take, take_tokens
+from conversations import reference, seen, take, take_tokens
+from harness import CONTEXT, MODEL, THREE, TWO, WHOLE, kinds, open_stages
 
 from dgr.engine.base import LogitsWanted, SamplingParams, Work
 from dgr.errors import (

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import trio
 from attrs import evolve
-from harness import CONTEXT, THREE, TIMEOUTS, TWO, WHOLE, held, kinds, open_stages, reference, rest, seen, take
+from conversations import held, reference, seen, take
+from harness import CONTEXT, THREE, TIMEOUTS, TWO, WHOLE, kinds, open_stages, rest
 
 from dgr.engine.base import ContextParams, Output, SamplingParams, TopLogprob, Work
 from dgr.errors import (

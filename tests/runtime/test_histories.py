@@ -19,7 +19,8 @@ import outcome
 import pytest
 import trio
 from attrs import define, evolve, field
-from harness import CONTEXT, Stages, held, open_stages, reference, rest, take
+from conversations import held, reference, take
+from harness import CONTEXT, Stages, open_stages, rest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule

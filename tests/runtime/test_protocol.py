@@ -9,7 +9,8 @@ import msgspec
 import pytest
 import trio
 from attrs import evolve
-from harness import CONTEXT, TWO, WHOLE, Stages, held, open_stages, reference, rest, take
+from conversations import held, reference, take
+from harness import CONTEXT, TWO, WHOLE, Stages, open_stages, rest
 
 from dgr.engine.base import Output, SamplingParams, Work
 from dgr.errors import InputError
@@ -186,7 +187,7 @@ async def test_what_was_never_here_is_unknown(autojump_clock: trio.abc.Clock) ->
 
 async def test_the_fate_of_an_ended_session_is_told(autojump_clock: trio.abc.Clock) -> None:
     context = evolve(CONTEXT, n_seq_max=1)
-    policy = ShardPolicy(time_to_live=50.0)
+    policy = ShardPolicy(time_to_live=50.0, least_idle=0)
     async with open_stages(WHOLE, context=context, policy=policy) as stages, by_hand(stages) as hand:
         await hand.begin()
         await hand.say(hand.open(2, 1))

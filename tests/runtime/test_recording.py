@@ -12,7 +12,8 @@ from collections.abc import Iterator
 import pytest
 import trio
 from attrs import define, evolve, field
-from harness import CONTEXT, MODEL, THREE, kinds, open_stages, reference, seen, take
+from conversations import reference, seen, take
+from harness import CONTEXT, MODEL, THREE, kinds, open_stages
 
 from dgr.model.route import Route, StageRef, parse_split
 from dgr.runtime import local

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import trio
 from attrs import evolve
-from harness import CONTEXT, THREE, TWO, WHOLE, Stages, held, open_stages, reference, rest, seen, take
+from conversations import held, reference, seen, take
+from harness import CONTEXT, THREE, TWO, WHOLE, Stages, open_stages, rest
 
 from dgr.engine.base import SamplingParams
 from dgr.errors import InvalidLayerRange, InvalidRoute, LinkBroken

@@ -7,7 +7,8 @@ import re
 import pytest
 import trio
 from attrs import evolve
-from harness import CONTEXT, THREE, TIMEOUTS, TWO, WHOLE, held, kinds, open_stages, reference, rest, seen, take
+from conversations import held, reference, seen, take
+from harness import CONTEXT, THREE, TIMEOUTS, TWO, WHOLE, kinds, open_stages, rest
 
 from dgr.engine.base import SamplingParams
 from dgr.engine.budget import human_bytes

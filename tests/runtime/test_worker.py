@@ -1,0 +1,63 @@
+"""The engine's thread: results, errors, order, cancellation, and its end."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import trio
+
+from dgr.runtime.worker import Worker
+
+
+async def test_calls_run_in_one_thread_in_order() -> None:
+    worker, seen = Worker("a worker"), []
+
+    async def call(number: int) -> None:
+        seen.append(await worker.run(lambda: (number, threading.current_thread().name)))
+
+    async with trio.open_nursery() as nursery:
+        for number in range(3):
+            nursery.start_soon(call, number)
+    worker.stop()
+    assert sorted(seen) == [(number, "a worker") for number in range(3)]
+
+
+async def test_an_error_reaches_the_caller_and_the_thread_goes_on() -> None:
+    worker = Worker("a worker")
+    with pytest.raises(ZeroDivisionError):
+        await worker.run(lambda: 1 // 0)
+    assert await worker.run(lambda: 7) == 7
+    worker.stop()
+
+
+async def test_a_cancellation_waits_for_the_call_that_began() -> None:
+    worker, began, go, ended = Worker("a worker"), trio.Event(), threading.Event(), []
+    token = trio.lowlevel.current_trio_token()
+
+    def call() -> None:
+        token.run_sync_soon(began.set)
+        assert go.wait(10)
+        ended.append(True)
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(worker.run, call)
+        await began.wait()
+        nursery.cancel_scope.cancel()
+        go.set()
+    assert ended
+    with trio.CancelScope() as scope:
+        scope.cancel()
+        await worker.run(lambda: ended.append(False))
+    assert ended == [True]
+    worker.stop()
+
+
+async def test_the_thread_ends() -> None:
+    worker = Worker("a worker")
+    thread = await worker.run(threading.current_thread)
+    worker.stop()
+    await trio.to_thread.run_sync(thread.join, 10)
+    assert not thread.is_alive()
+    assert await worker.run(lambda: 1) == 1  # in another thread
+    worker.stop()
