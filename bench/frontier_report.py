@@ -39,7 +39,7 @@ def write(result: Result, plan: Plan, folder: Path) -> Path:
         parts += [
             "## Prefill",
             _prefill(lengths, names),
-            _prefill_picture(folder, lengths, names),
+            _prefill_picture(folder, lengths, names, plan.chunk),
             "## Decode",
             _measured(lengths, {**names, "yardstick": "yardstick"}),
             _steady(lengths, names),
@@ -154,22 +154,30 @@ def _upstream(upstream: Mapping[str, Any]) -> list[str]:
 # --- plots -----------------------------------------------------------------------------------------------------------
 
 
-def _prefill_picture(folder: Path, lengths: Sequence[Mapping[str, Any]], names: Mapping[str, str]) -> str:
+def _prefill_picture(folder: Path, lengths: Sequence[Mapping[str, Any]], names: Mapping[str, str], chunk: int) -> str:
+    several = [row for row in lengths if row["length"] > chunk]  # a prompt of one chunk is its own last one
+
     def paint(axes: Axes) -> None:
-        xs = [row["length"] for row in lengths]
         top = 0.0
-        for key, style, what in (
-            ("prefill_tokens_per_s", "-", "whole prompt"),
-            ("last_chunk_tokens_per_s", ":", "last chunk"),
+        for rows, key, style, what in (
+            (lengths, "prefill_tokens_per_s", "-", "whole prompt"),
+            (several, "last_chunk_tokens_per_s", ":", "last chunk"),
         ):
-            for name, text in names.items():
+            for name, text in names.items() if rows else ():
                 colour, marker = _LOOKS[name]
-                ys = [row["subjects"][name][key] for row in lengths]
+                ys = [row["subjects"][name][key] for row in rows]
                 top = max(top, *ys)
-                filled = colour if style == "-" else "white"
-                axes.plot(xs, ys, style, marker=marker, color=colour, mfc=filled, label=f"{text}, {what}")
-        axes.set_ylim(0, 1.6 * top)  # room for the legend above the lines
-        _from_zero(axes, xs)
+                axes.plot(
+                    [row["length"] for row in rows],
+                    ys,
+                    style,
+                    marker=marker,
+                    color=colour,
+                    mfc=colour if style == "-" else "white",
+                    label=f"{text}, {what}",
+                )
+        axes.set_ylim(0, 1.75 * top)  # room for the legend above the lines
+        _from_zero(axes, lengths)
 
     path = draw(folder, "prefill", "Prefill over context", "prompt (tokens)", "prefill (tokens per second)", paint)
     return reports.picture(path, "prefill speed over the prompt's length")
@@ -200,7 +208,7 @@ def _decode_picture(folder: Path, figures: Mapping[str, Any], names: Mapping[str
                 label=label,
             )
         axes.set_ylim(0, 1.45 * axes.get_ylim()[1])  # room for the legend above the lines
-        _from_zero(axes, xs)
+        _from_zero(axes, lengths)
 
     path = draw(
         folder,
@@ -213,5 +221,5 @@ def _decode_picture(folder: Path, figures: Mapping[str, Any], names: Mapping[str
     return reports.picture(path, "time per token over context, with fitted lines")
 
 
-def _from_zero(axes: Axes, xs: Sequence[int]) -> None:
-    axes.set_xlim(0, 1.04 * xs[-1])
+def _from_zero(axes: Axes, lengths: Sequence[Mapping[str, Any]]) -> None:
+    axes.set_xlim(0, 1.04 * lengths[-1]["length"])
