@@ -1,13 +1,18 @@
 """dgr-bench: certificates and benchmarks of dgr, made with its public names only."""
 
-# General layout.
+# General layout. A command is a module with `register` and `run`; what it measures, computes and draws lies beside it.
 #
-#   cli         one subcommand per module below
-#   certify     the long-context certificate; profiles (what is locked), subjects (who runs a prompt), measures, refusals
-#               (what must fail), checks (raw figures into verdicts), mutants (what each check must catch), verify
-#   frontier    speed at growing contexts        overhead    dgr against upstream's llama-bench       hops    cost of a hop
-#   drill       lost, cut, stalled, slow stages  compare     two results, part by part                real    the real model
-#   results     the schema of a result, and the journal that an interrupted run resumes from
-#   upstream    llama-bench: its binary and its JSON; echo: the far side of a hop; spreads: medians, quartiles, goals
-#   environment what a result carries of its machine
-#   reports     Markdown; plots: SVG and PNG
+#   cli, options    the commands, and the flags they share
+#   certify         the long-context certificate of: profiles (what is locked), subjects (who runs a prompt), measures and
+#                   resident (raw units), refusals (what must fail), checks (verdicts), figures, certificate (the report),
+#                   mutants (what each check must catch)
+#   verify, compare what can be done with a result afterwards        describe   profiles and the schema, printed
+#   real            the certificate of the real model
+#   drill           lost, cut, stalled and slow stages: disturbances (one case), ring (delays), drill_report
+#   frontier        speed over context: frontier_figures, frontier_report
+#   overhead        dgr against upstream's llama-bench: upstream (its binary and its JSON), spreads (medians, goals)
+#   hops            the cost of a hop: echo (its far side)
+#   results         the schema of a result, and the journal that an interrupted run resumes from
+#   environment     what a result carries of its machine
+#   reports, plots  Markdown; SVG and PNG
+#   progress        the bar

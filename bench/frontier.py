@@ -54,7 +54,7 @@ from dgr.testing.mutants import Mutant
 __all__ = ["Job", "frontier", "measure", "register", "run"]
 
 _LENGTHS, _QUICK_LENGTHS = (512, 1024, 2048, 4096, 8192), (64, 256, 512)
-_DECODE, _QUICK_DECODE = 128, 16
+_DECODE, _QUICK_DECODE = 256, 16
 #: Sizes of a native batch.
 _CHUNKS = (32, 1 << 16)
 #: Share of the machine's available memory that the subjects may take.

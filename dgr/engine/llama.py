@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from array import array
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -48,6 +49,22 @@ def draw_seed(seed: int, position: int, choice: int) -> int:
     text = f"{seed}:{position}:{choice}".encode()
     value = int.from_bytes(hashlib.blake2b(text, digest_size=4).digest(), "little")
     return value if value != 0xFFFFFFFF else 0
+
+
+def _seen_by_penalties(history: Sequence[int], params: SamplingParams) -> array[int]:
+    """A copy of the end of the history that the penalties look at; nothing when they are off.
+
+    A draw must not cost more with every token before it, and the history may change while it is drawn.
+    """
+    if (params.repeat_penalty, params.frequency_penalty, params.presence_penalty) == (1.0, 0.0, 0.0):
+        return array("i")
+    n = params.penalty_last_n
+    seen = history if n < 0 else history[max(0, len(history) - n) :]
+    try:
+        return array("i", seen)
+    except OverflowError:
+        wrong = next(value for value in seen if not -(2**31) <= value < 2**31)
+        raise InputError(f"token id {wrong} of the history does not fit 32 bits") from None
 
 
 def _open(
@@ -298,10 +315,11 @@ class LlamaEngine:
         p.n_top = n_top = params.top_logprobs
         token = ffi.new("int32_t *")
         top_tokens, top_logprobs = ffi.new("int32_t[]", max(1, n_top)), ffi.new("float[]", max(1, n_top))
-        ids = self._int32s("token id", list(history)) if history else ffi.NULL
+        seen = _seen_by_penalties(history, params)
+        ids = ffi.from_buffer("int32_t[]", seen.tobytes()) if seen else ffi.NULL
         values = ffi.cast("float *", ffi.from_buffer(row))
         self._native.check(
-            lib.dgr_sample(values, self._description.n_vocab, ids, len(history), p, token, top_tokens, top_logprobs),
+            lib.dgr_sample(values, self._description.n_vocab, ids, len(seen), p, token, top_tokens, top_logprobs),
             "sampling",
         )
         return int(token[0]), tuple(TopLogprob(int(top_tokens[i]), float(top_logprobs[i])) for i in range(n_top))

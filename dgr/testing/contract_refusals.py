@@ -124,8 +124,9 @@ class RefusalChecks(ContractCase):
             ):
                 with refused(InputError, f"{params}"):
                     engine.sample(logits, history, params)
-            with refused(InputError, "a token id beyond the vocabulary in the history"):
-                engine.sample(logits, [n_vocab], SamplingParams())
+            for token in (n_vocab, -1, 2**40):  # looked at where penalties look at it
+                with refused(InputError, f"a token id of {token} in the history, with a penalty"):
+                    engine.sample(logits, [token], SamplingParams(repeat_penalty=1.1))
             with refused(InputError, "a row that is too short"):
                 engine.sample(logits[:-_FLOAT], history, SamplingParams())
             with refused(NonFinite, "NaN among the logits"):
