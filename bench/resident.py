@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import msgspec
 import trio
+from attrs import evolve
 
 from bench.subjects import resident_bytes
 from dgr import Artifact, ContextParams, LayerRange
@@ -23,7 +24,10 @@ __all__ = ["Resident", "resident_with"]
 
 
 class Resident(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes before loading, and with every stage loaded."""
+    """Bytes before loading (stages were loaded once already, and stopped), and with every stage loaded.
+
+    Weights and state are resident at once, compute buffers as they are used.
+    """
 
     before: int
     loaded: int
@@ -44,10 +48,16 @@ async def resident_with(artifact: Artifact, ranges: Sequence[LayerRange], contex
 async def _measure(model: str, split: str, context: ContextParams) -> Resident:
     artifact = Artifact.open(model)
     ranges = parse_split(split, artifact.hp.n_layers)
+    await _loaded(artifact, ranges, evolve(context, n_ctx=1))  # libraries, tables, the allocator: once a process
     before = resident_bytes()
+    return Resident(before=before, loaded=await _loaded(artifact, ranges, context))
+
+
+async def _loaded(artifact: Artifact, ranges: Sequence[LayerRange], context: ContextParams) -> int:
+    """Resident memory while the stages are loaded."""
     engines = await load_engines(artifact, ranges, context)
     try:
-        return Resident(before=before, loaded=resident_bytes())
+        return resident_bytes()
     finally:
         for engine in engines:
             engine.stop()
