@@ -127,7 +127,7 @@ def test_a_build_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         find_llama_bench(None)
 
 
-@pytest.mark.native_reference
+@pytest.mark.llama_bench
 async def test_the_real_one() -> None:
     commit = build_info()["llama_cpp_commit"]
     real = LlamaBench(find_llama_bench(None), commit, cached_fixture("mixed"), ContextParams(), threads=1)

@@ -53,6 +53,9 @@ def main() -> None:
         llama_cpp.prepare_source(tree, patched=False)
         expect("pristine", llama_cpp.tree_digest(tree), pinned["sha256"])
 
+        llama_cpp.copy_used_paths(tree, "llama_bench")  # it is built on demand; here it is held against its pin
+        print(f"llama-bench's own: {llama_cpp.tree_digest(tree, 'llama_bench')}")
+
         for patch in llama_cpp.patches():
             git_apply(tree, patch)
             print(f"applies: {patch.name}")
