@@ -385,10 +385,8 @@ class ClientSession:
 
     def lose(self, reason: str) -> None:
         """State is lost on at least one stage: forget what is committed; the next use re-prefills."""
-        if self.state in (ClientState.CLOSED, ClientState.LOST):
+        if self.state in (ClientState.CLOSED, ClientState.LOST, ClientState.COLD):  # cold: no stage holds anything
             return
-        if self.state is ClientState.COLD:
-            return  # no stage holds anything
         self._machine.fire(ClientEvent.LOSE)
         if self._lost_because is None:
             self._lost_because = reason
