@@ -91,7 +91,7 @@ _BORDERS = (1, 3, 4, 5, 127, 128, 129, 511, 512, 513, 639, 640, 641, 767, 768, 7
 PROFILES = {
     profile.name: profile
     for profile in (
-        # Two cores and a model of `dgr fixture`: about a quarter of an hour.
+        # Two cores and a model of `dgr fixture`: about twenty minutes.
         Profile(
             name="fixture",
             lengths=(*_BORDERS, 4096, 16384),
