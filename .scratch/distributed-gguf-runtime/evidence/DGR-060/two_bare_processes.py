@@ -1,38 +1,80 @@
-"""Two bare engines in two processes, the residual over a socket pair, no runtime: what is the floor of two processes?"""
-import os, socket, struct, time, statistics as st, sys, dgr
-from dgr.engine.base import *
+"""Two bare engines in two processes, the residual over a socket pair, no runtime: what two processes cost at least.
+
+python two_bare_processes.py
+
+The whole model in this process draws tokens in turns with them. Medians, milliseconds a token; one thread an engine.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import statistics
+import struct
+import time
+
+from dgr import ContextParams, LayerRange, LlamaEngine, Numerics, SamplingParams
+from dgr.engine.base import LogitsWanted, Work
 from dgr.testing.models import cached_fixture
-m=cached_fixture("mixed",preset="big")
-ctx=dgr.ContextParams(n_ctx=512,numerics=Numerics.NATIVE)
-def recv(s,n):
-    b=bytearray()
-    while len(b)<n: b+=s.recv(n-len(b))
-    return b
-N=4096
-a,b=socket.socketpair()
-pid=os.fork()
-if pid==0:
-    e=dgr.LlamaEngine(m,dgr.LayerRange(21,43),ctx); w=4*e.describe().width_in
-    b.sendall(b"r")
-    pos=0
-    while True:
-        tok=struct.unpack("<i",recv(b,4))[0]
-        if tok<0: os._exit(0)
-        r=recv(b,w); t=time.perf_counter()
-        o=e.run([Work(0,pos,(tok,),residual=bytes(r),logits=LogitsWanted.LAST)])[0]
-        nt,_=e.sample(o.logits,(),SamplingParams()); pos+=1
-        b.sendall(struct.pack("<id",nt,time.perf_counter()-t))
-h=dgr.LlamaEngine(m,dgr.LayerRange(0,21),ctx); recv(a,1)
-whole=dgr.LlamaEngine(m,None,ctx)
-res={"two":[],"whole":[],"tail":[],"head":[]}
-pt=pw=0; tok=5; tw=5
-for r in range(6):
-    for i in range(40):
-        t=time.perf_counter(); o=h.run([Work(0,pt,(tok,))])[0]; hd=time.perf_counter()-t
-        a.sendall(struct.pack("<i",tok)+bytes(o.residual)); tok,tl=struct.unpack("<id",recv(a,12)); pt+=1
-        if i>3: res["two"].append(time.perf_counter()-t); res["tail"].append(tl); res["head"].append(hd)
-    for i in range(40):
-        t=time.perf_counter(); o=whole.run([Work(0,pw,(tw,),logits=LogitsWanted.LAST)])[0]; tw,_=whole.sample(o.logits,(),SamplingParams()); pw+=1
-        if i>3: res["whole"].append(time.perf_counter()-t)
-a.sendall(struct.pack("<i",-1))
-print({k:round(1e3*st.median(v),2) for k,v in res.items()}, "ratio whole/two", round(st.median(res["whole"])/st.median(res["two"]),3))
+
+MODEL = cached_fixture("mixed", preset="big")
+CONTEXT = ContextParams(n_ctx=512, numerics=Numerics.NATIVE)
+CUT, ROUNDS, TOKENS, WARM = 21, 6, 40, 4
+
+
+def receive(link: socket.socket, size: int) -> bytes:
+    data = bytearray()
+    while len(data) < size:
+        data += link.recv(size - len(data))
+    return bytes(data)
+
+
+def draw(engine: LlamaEngine, work: Work) -> int:
+    (output,) = engine.run([work])
+    assert output.logits is not None
+    return engine.sample(output.logits, (), SamplingParams())[0]
+
+
+def serve_tail(link: socket.socket) -> None:
+    engine = LlamaEngine(MODEL, LayerRange(CUT, 43), CONTEXT)
+    width = 4 * engine.describe().width_in
+    link.sendall(b"r")
+    position = 0
+    while (token := struct.unpack("<i", receive(link, 4))[0]) >= 0:
+        work = Work(0, position, (token,), residual=receive(link, width), logits=LogitsWanted.LAST)
+        link.sendall(struct.pack("<i", draw(engine, work)))
+        position += 1
+
+
+def main() -> None:
+    link, other = socket.socketpair()
+    if os.fork() == 0:
+        serve_tail(other)
+        os._exit(0)
+    head = LlamaEngine(MODEL, LayerRange(0, CUT), CONTEXT)
+    receive(link, 1)
+    whole = LlamaEngine(MODEL, None, CONTEXT)
+    times: dict[str, list[float]] = {"two processes": [], "whole": []}
+    tokens = dict.fromkeys(times, 5)
+    for at in range(ROUNDS * TOKENS):
+        turn = at % TOKENS
+        began = time.perf_counter()
+        (output,) = head.run([Work(0, at, (tokens["two processes"],))])
+        link.sendall(struct.pack("<i", tokens["two processes"]) + bytes(output.residual or b""))
+        (tokens["two processes"],) = struct.unpack("<i", receive(link, 4))
+        if turn >= WARM:
+            times["two processes"].append(time.perf_counter() - began)
+        if turn == TOKENS - 1:
+            for position in range(at + 1 - TOKENS, at + 1):
+                began = time.perf_counter()
+                tokens["whole"] = draw(whole, Work(0, position, (tokens["whole"],), logits=LogitsWanted.LAST))
+                if position % TOKENS >= WARM:
+                    times["whole"].append(time.perf_counter() - began)
+    link.sendall(struct.pack("<i", -1))
+    medians = {name: statistics.median(values) for name, values in times.items()}
+    print({name: f"{1e3 * value:.2f} ms" for name, value in medians.items()})
+    print(f"speed of two processes / whole: {medians['whole'] / medians['two processes']:.3f}")
+
+
+if __name__ == "__main__":
+    main()
