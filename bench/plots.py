@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -59,7 +60,9 @@ def draw(
         paint(axes)
         if axes.get_legend_handles_labels()[0]:
             axes.legend()
-        figure.savefig(plots / f"{stem}.svg", metadata={"Date": None})
+        figure.savefig(text := StringIO(), format="svg", metadata={"Date": None})
+        lines = (line.rstrip() for line in text.getvalue().splitlines())  # git calls spaces at the end of a line errors
+        (plots / f"{stem}.svg").write_text("\n".join(lines) + "\n", encoding="utf-8")
         figure.savefig(plots / f"{stem}.png", dpi=120)
         plt.close(figure)
     return f"plots/{stem}.png"
