@@ -57,7 +57,7 @@ from dgr.model.route_file import RouteFile, read_route_file
 from dgr.model.state_map import ContextShape
 from dgr.testing.models import cached_fixture
 
-__all__ = ["Job", "certify", "measure", "open_job", "register"]
+__all__ = ["Job", "asked_profile", "certify", "measure", "open_job", "register"]
 
 _SPLIT = "0:15,15:29,29:43"
 #: A run on several threads that takes this many times as long as one thread has no core to itself: ggml's threads spin.
@@ -308,6 +308,8 @@ def halves(layers: LayerRange) -> tuple[LayerRange, ...]:
 async def certify(job: Job, folder: Path, command: str, *, fresh: bool = False) -> Result:
     """Measure what is not measured yet, and judge."""
     journal = Journal.open(folder, "certify", msgspec.to_builtins(job.profile), job.subject(), command, fresh=fresh)
+    if journal.result.complete:
+        print(f"{folder} holds the whole result; nothing is measured, --fresh begins anew", file=sys.stderr)
     await _Certificate(job, journal).measure()
     units, subject = journal.result.units, journal.result.subject
     figures = figures_of(job.profile, subject, units, folder)
@@ -333,7 +335,9 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
         " whole model and on the stages, in several chunkings, on several threads, cancelled and re-prefilled; compare"
         " tokens, logits and states bit for bit, and the states with their closed forms.",
     )
-    parser.add_argument("--profile", default="fixture", metavar="P", help=f"{', '.join(PROFILES)}, or a JSON file")
+    parser.add_argument(
+        "--profile", metavar="P", help=f"{', '.join(PROFILES)}, or a JSON file (default: fixture; with --quick: quick)"
+    )
     add_subject_arguments(parser)
     parser.add_argument("--selftest", action="store_true", help="run the mutants that every check must catch")
     add_link_arguments(parser)
@@ -341,11 +345,18 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
     parser.set_defaults(run=run)
 
 
+def asked_profile(args: argparse.Namespace, default: str) -> Profile:
+    """The profile that ``--profile`` and ``--quick`` ask for."""
+    if args.quick and args.profile not in (None, "quick"):
+        raise InputError(f"--quick is the profile quick, --profile asks for {args.profile}; give one of them")
+    return profile_of("quick" if args.quick else args.profile or default)
+
+
 def open_job(args: argparse.Namespace, profile: Profile) -> Job:
     """What the flags of :func:`bench.options.add_subject_arguments` ask for."""
     if args.route is None:
         artifact = Artifact.open(args.model or cached_fixture("mixed"))
-        return Job(profile, artifact, parse_split(args.split or _SPLIT, artifact.hp.n_layers))
+        return Job(profile, artifact, parse_split(_SPLIT if args.split is None else args.split, artifact.hp.n_layers))
     if args.split is not None:
         raise InputError("--split cuts a model in this process, --route names stages elsewhere; give one of them")
     route = read_route_file(args.route)
@@ -361,7 +372,7 @@ def run(args: argparse.Namespace) -> int:
         from bench import mutants  # they are made of certificates
 
         return mutants.run(args)
-    job = open_job(args, PROFILES["quick"] if args.quick else profile_of(args.profile))
+    job = open_job(args, asked_profile(args, "fixture"))
     print(f"profile {job.profile.name}, digest {job.profile.digest}, n_ctx {job.profile.n_ctx}", file=sys.stderr)
     result = trio.run(lambda: certify(job, args.out, args.command_line, fresh=args.fresh))
     write_certificate(result, args.out)

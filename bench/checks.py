@@ -131,7 +131,9 @@ def verdicts(profile: Profile, subject: Mapping[str, Any], units: Mapping[str, M
     if profile.cancels:
         checks.append(_cancelled(raw))
     if raw.in_process:
-        checks += [_memory(raw), _wire(raw), _nothing_left(raw), _refused(raw)]
+        checks += [_memory(raw), _wire(raw), _nothing_left(raw)]
+    if raw.in_process and profile.refusals:
+        checks.append(_refused(raw))
     return checks
 
 
@@ -144,6 +146,10 @@ def not_certified(profile: Profile, in_process: bool) -> list[str]:
         missing.append(
             "chunkings, threads and re-prefill are measured as distances: native numerics do not promise equality"
         )
+    if not profile.refusals:
+        missing.append("what must fail: the profile does not try it")
+    if not profile.cancels:
+        missing.append("cancellation: the profile does not try it")
     if not in_process:
         missing.append("memory, wire, clean-up and refusals: seen only where the stages run in the measuring process")
     return missing

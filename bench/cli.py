@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -17,7 +18,8 @@ __all__ = ["main"]
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="dgr-bench", description="Certify and measure dgr. Every command writes result.json, report.md and plots/."
+        prog="dgr-bench",
+        description="Certify and measure dgr. What measures writes result.json, report.md and plots/ into --out.",
     )
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in (certify, verify, compare, real, describe, frontier, drill, overhead, hops):
@@ -37,6 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"dgr-bench: error: {error}", file=sys.stderr)
         return BAD_INPUT
     except (DgrError, OSError) as error:
+        if isinstance(error, BrokenPipeError):  # the reader of our output went away, as `| head` does
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return FAILED
         print(f"dgr-bench: error: {error}", file=sys.stderr)
         return FAILED
     except KeyboardInterrupt:

@@ -9,7 +9,9 @@ from typing import Any
 
 import msgspec
 
+from bench.figures import canary_of
 from bench.plots import BLUE, GREY, draw
+from bench.profiles import Profile
 from bench.reports import picture, table, write_report
 from bench.results import Result, read_result
 from dgr.errors import InputError
@@ -23,8 +25,8 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
         "compare",
         help="hold two results against each other, part by part",
         description="Compare two results of one command. Of certificates: the canary, that is every component of the state at"
-        " every length and stage, and the curves over context. Exit code 1 when digests of the same artifact on equal"
-        " kernels differ.",
+        " every length and stage, and the curves over context. Exit code 1 when the states of two certificates differ, or"
+        " cannot be compared.",
     )
     parser.add_argument("first", type=Path, metavar="RESULT", help="result.json, or its folder")
     parser.add_argument("second", type=Path, metavar="RESULT", help="the other one")
@@ -46,13 +48,21 @@ def run(args: argparse.Namespace) -> int:
     else:
         for line in _lines(found):
             print(line)
-    return 0 if found["alike"] else 1
+    return 0 if found["verdict"] == "alike" or found["kind"] != "certify" else 1
 
 
 def compare(first: Result, second: Result) -> dict[str, Any]:
-    """What is the same and what is not. ``alike`` is False when something differs that must not."""
+    """What is the same and what is not.
+
+    ``verdict``: ``alike``; ``not alike`` when something differs that must not; ``not comparable`` when nothing says that
+    digests must be equal, or no part is in both. Raises :class:`~dgr.errors.InputError` for results of two commands, or
+    unfinished ones.
+    """
     if first.kind != second.kind:
         raise InputError(f"a result of `{first.kind}` and one of `{second.kind}`; compare takes two of one command")
+    for which, result in (("first", first), ("second", second)):
+        if not result.complete:
+            raise InputError(f"the {which} result is not complete; give its command again, it goes on where it stopped")
     same = {
         "plan": first.plan_digest == second.plan_digest,
         "artifact": first.subject.get("artifact") == second.subject.get("artifact"),
@@ -60,20 +70,29 @@ def compare(first: Result, second: Result) -> dict[str, Any]:
         "kernels": first.environment.kernel_fingerprint == second.environment.kernel_fingerprint,
         "runtime": first.environment.runtime == second.environment.runtime,
     }
-    parts = _canaries(first.figures.get("canary", {}), second.figures.get("canary", {}))
+    parts = _canaries(_canary_of(first), _canary_of(second))
     differing = [part for part in parts if not part["same"]]
     exact = all(result.plan.get("numerics", "exact") == "exact" for result in (first, second))
-    must = same["artifact"] and same["kernels"] and exact
+    must = same["plan"] and same["artifact"] and same["kernels"] and exact
+    verdict = "not alike" if must and differing else "alike" if must and parts else "not comparable"
     return {
         "kind": first.kind,
         "same": same,
-        #: Digests must be equal: the same artifact in exact numerics on equal kernels.
+        "passed": [first.passed, second.passed],
+        #: Digests must be equal: the same plan and artifact in exact numerics on equal kernels.
         "must_be_equal": must,
         "parts": len(parts),
         "parts_differing": differing,
         "ratios": _ratios(first.figures, second.figures),
-        "alike": not (must and differing),
+        "verdict": verdict,
     }
+
+
+def _canary_of(result: Result) -> dict[str, Any]:
+    """The digests of a certificate, from its raw units; other results have none."""
+    if result.kind != "certify":
+        return {}
+    return canary_of(msgspec.convert(result.plan, Profile), result.subject, result.units)
 
 
 def _canaries(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -116,18 +135,28 @@ def _key(row: Mapping[str, Any]) -> str:
     return str(next(iter(row.values()), ""))
 
 
+_VERDICTS = {
+    "alike": "ALIKE",
+    "not alike": "NOT ALIKE: the same artifact on equal kernels must give the same state",
+    "not comparable": "NOT COMPARABLE bit for bit: another plan, artifact, split or kernels, or native numerics",
+}
+
+
 def _lines(found: Mapping[str, Any]) -> list[str]:
     same = ", ".join(f"{name} {'equal' if alike else 'DIFFERS'}" for name, alike in found["same"].items())
-    lines = [same, f"canary: {found['parts'] - len(found['parts_differing'])} of {found['parts']} parts equal"]
+    lines = [f"  {name}: second / first = {ratio:.3f}" for name, ratio in found["ratios"].items()]
+    lines.append(same)
     lines += [
-        f"  differs: {one['length']} tokens, stage {one['layers']}, {one['component']}"
-        for one in found["parts_differing"]
+        f"the {which} result has not passed"
+        for which, passed in zip(("first", "second"), found["passed"], strict=True)
+        if not passed
     ]
-    lines += [f"  {name}: second / first = {ratio:.3f}" for name, ratio in found["ratios"].items()]
-    verdict = "ALIKE" if found["alike"] else "NOT ALIKE: the same artifact on equal kernels must give the same state"
-    if found["alike"] and found["parts_differing"]:
-        verdict = "NOT COMPARABLE bit for bit: another artifact, other kernels, or native numerics"
-    return [*lines, verdict]
+    if found["kind"] == "certify":
+        lines.append(f"canary: {found['parts'] - len(found['parts_differing'])} of {found['parts']} parts equal")
+        for one in found["parts_differing"]:
+            lines.append(f"  differs: {one['length']} tokens, stage {one['layers']}, {one['component']}")
+        lines.append(_VERDICTS[found["verdict"]])
+    return lines
 
 
 def _write(folder: Path, found: Mapping[str, Any], first: Result, second: Result) -> None:
@@ -139,7 +168,8 @@ def _write(folder: Path, found: Mapping[str, Any], first: Result, second: Result
         axes.set_yticks(range(len(names)), names, fontsize=6)
         axes.invert_yaxis()
 
-    parts = ["# Two results", "\n".join(f"- {line}" for line in _lines(found)[:2]), f"**{_lines(found)[-1]}**"]
+    words = [line for line in _lines(found) if "second / first" not in line]
+    parts = ["# Two results", "\n".join(f"- {line.strip()}" for line in words)]
     if names:
         height = max(3.0, 0.16 * len(names) + 1)
         title, axis = f"Times of two runs of {found['kind']}", "second / first"

@@ -290,7 +290,7 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
         metavar="S",
         help="seconds after which an idle link shows a sign of life; three make silence a loss (default: %(default)s)",
     )
-    add_run_arguments(parser, "build/drill")
+    add_run_arguments(parser, "dgr-bench-drill")
     parser.set_defaults(run=run)
 
 

@@ -14,7 +14,7 @@ from bench.results import median
 from dgr import LayerRange, Numerics
 from dgr.model.state_map import expected_frontier, state_map
 
-__all__ = ["figures_of", "percentile", "rows_file", "slope"]
+__all__ = ["canary_of", "figures_of", "percentile", "rows_file", "slope"]
 
 #: Shorter contexts say nothing of the slope: steps differ by less than the machine's noise.
 _SLOPE_FROM = 500
@@ -55,6 +55,13 @@ def figures_of(
         "clean_up": None if (found := raw.clean_up()) is None else {"seconds": found.seconds},
         "distances": _distances(raw, folder) if profile.numerics is not Numerics.EXACT else [],
     }
+
+
+def canary_of(
+    profile: Profile, subject: Mapping[str, Any], units: Mapping[str, Mapping[str, Any]]
+) -> dict[str, dict[str, dict[str, str]]]:
+    """The digests by which two certificates are compared, from the raw units."""
+    return _canary(Raw(profile, subject, units))
 
 
 def _canary(raw: Raw) -> dict[str, dict[str, dict[str, str]]]:

@@ -359,7 +359,7 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
         metavar="PATH",
         help="its binary, of the same pin (default: built from the pin, which takes minutes once)",
     )
-    add_run_arguments(parser, "build/bench/frontier")
+    add_run_arguments(parser, "dgr-bench-frontier")
     parser.set_defaults(run=run)
 
 

@@ -177,7 +177,7 @@ def register(subparsers: Any) -> None:
     parser.add_argument(
         "--transport", nargs="+", choices=TRANSPORTS, default=TRANSPORTS, help="what to measure (default: all)"
     )
-    add_run_arguments(parser, "build/bench/hops")
+    add_run_arguments(parser, "dgr-bench-hops")
     parser.set_defaults(run=run)
 
 

@@ -240,7 +240,7 @@ def register(subparsers: Any) -> None:
         metavar="PATH",
         help="upstream's binary, of the same pin (default: built from the pin, which takes minutes once)",
     )
-    add_run_arguments(parser, "build/bench/overhead")
+    add_run_arguments(parser, "dgr-bench-overhead")
     parser.set_defaults(run=run)
 
 

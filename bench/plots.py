@@ -58,8 +58,8 @@ def draw(
         figure, axes = plt.subplots(figsize=size)
         axes.set(title=title, xlabel=x, ylabel=y)
         paint(axes)
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend()
+        if (named := axes.get_legend_handles_labels())[0]:  # below the axes: within them it may cover a line
+            figure.legend(*named, loc="outside lower center", ncols=2)
         figure.savefig(text := StringIO(), format="svg", metadata={"Date": None})
         lines = (line.rstrip() for line in text.getvalue().splitlines())  # git calls spaces at the end of a line errors
         (plots / f"{stem}.svg").write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -26,7 +26,7 @@ class Chunking(msgspec.Struct, frozen=True, kw_only=True):
 class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Context lengths, and how each of them is run."""
 
-    name: str
+    name: Annotated[str, msgspec.Meta(min_length=1)]
     #: Tokens of the prompt, ascending.
     lengths: tuple[_Positive, ...]
     #: Tokens drawn greedily after each prompt (end-of-text is a token like any other).
@@ -39,7 +39,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     #: Lengths up to which a session is lost in mid-answer and re-prefilled.
     reprefill_up_to: _Count
     #: Thread counts that are compared with one thread, on the whole model.
-    threads: tuple[int, ...] = ()
+    threads: tuple[Annotated[int, msgspec.Meta(ge=2)], ...] = ()
     #: Whether the whole model runs beside the stages. Only where it does is "split equals whole" certified.
     whole: bool = True
     n_batch: _Positive = 512
@@ -48,7 +48,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     flash_attn: bool = True
     numerics: Numerics = Numerics.EXACT
     #: Seed of the prompt's token ids (:func:`dgr.testing.chain.some_tokens`).
-    seed: int = 0
+    seed: _Count = 0
     #: Cancellations at random moments of prefill, and as many of decode.
     cancels: _Count
     #: Tokens of the prompt that is cancelled, and of its chunks.
@@ -167,6 +167,9 @@ def profile_of(name: str) -> Profile:
         raise InputError(f"{name} is called {profile.name!r}, as a profile of dgr-bench is; give it a name of its own")
     if list(profile.lengths) != sorted(set(profile.lengths)) or not profile.lengths:
         raise InputError(f"{name}: lengths must ascend and must not be empty")
+    sizes = (profile.chunk, profile.cancel_chunk, *(one.chunk for one in profile.chunkings))
+    if max(sizes) > profile.n_batch:
+        raise InputError(f"{name}: a chunk of {max(sizes)} tokens is more than n_batch, {profile.n_batch}")
     if unknown := set(profile.rerun) - set(profile.lengths):
         raise InputError(f"{name}: rerun names lengths that are not run: {sorted(unknown)}")
     return profile

@@ -24,10 +24,9 @@ import trio
 from attrs import evolve
 
 from bench.certificate import write_certificate
-from bench.certify import Job, certify, open_job
+from bench.certify import Job, asked_profile, certify, open_job
 from bench.environment import environment
 from bench.options import add_run_arguments, exit_code, say
-from bench.profiles import PROFILES, profile_of
 from dgr import LinkPolicy
 from dgr.cli.options import add_link_arguments
 from dgr.cli.progress import progress_bar
@@ -52,7 +51,7 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
         " run must have: artifact and split hashes, pins, devices and drivers, hardware, storage, network, commands, raw"
         " metrics. Model files under /home are refused.",
     )
-    parser.add_argument("--profile", default="v4-flash", metavar="P", help="as of certify (default: v4-flash)")
+    parser.add_argument("--profile", metavar="P", help="as of certify (default: v4-flash)")
     parser.add_argument("--split", metavar="A:B,...", help="layer ranges of stages in this process")
     parser.add_argument("--route", metavar="TOML", help="stages in other processes, instead of --split")
     parser.add_argument("--check", action="store_true", help="do everything up to loading, print the facts, and stop")
@@ -88,12 +87,13 @@ def _job(args: argparse.Namespace) -> Job:
             f"{VARIABLE} is not set: it names the real model, and nothing else does, so that no run begins by mistake;"
             f" {VARIABLE}=/mnt/... dgr-bench real --route route.toml"
         )
+    refuse_home([Path(model)])
     if args.split is None and args.route is None:
         raise InputError(
             "give --route TOML, the stages of the model, or --split A:B,... to load them all in this process"
         )
     args.model = model
-    job = open_job(args, PROFILES["quick"] if args.quick else profile_of(args.profile))
+    job = open_job(args, asked_profile(args, "v4-flash"))
     refuse_home(_files(job))
     return job
 

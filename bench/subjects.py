@@ -36,6 +36,7 @@ from dgr.runtime.local import load_engines
 from dgr.runtime.shard import Shard
 from dgr.testing.chain import pieces
 from dgr.wire.frames import ComponentState
+from dgr.wire.nurseries import open_nursery
 
 __all__ = [
     "Bare",
@@ -251,7 +252,7 @@ class Bare:
     async def _run(self, tokens: Sequence[int], logits: LogitsWanted) -> bytes:
         work = Work(0, len(self._committed), tuple(tokens), logits=logits)
         # Beside the event loop, so that Ctrl-C and the deadline are heard.
-        async with trio.open_nursery() as nursery:
+        async with open_nursery() as nursery:
             nursery.start_soon(self._lose_patience)
             output = (await trio.to_thread.run_sync(self._engine.run, [work]))[0]
             nursery.cancel_scope.cancel()

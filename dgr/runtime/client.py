@@ -91,8 +91,7 @@ class ClientSession:
         self._unclaimed: Received | None = None
         #: What was sent, if the transcript was rewritten while that drains.
         self._sent_before_rewrite: list[int] = []
-        #: Grows with every change of the transcript by its owner.
-        self.turn = 0
+        self.turn = 0  # grows with every change of the transcript by its owner
         #: Why the next prefill starts from token 0 again; None when it does not.
         self._lost_because: str | None = None
 
@@ -124,6 +123,8 @@ class ClientSession:
         :class:`InputError`; nothing was changed then.
         """
         self._refuse_if_busy()
+        if max_tokens is not None and max_tokens < 0:
+            raise InputError(f"max_tokens is {max_tokens}; give 0 or more, or None for as many as the context holds")
         sampling = sampling or SamplingParams()
         to_wire(sampling, self._pipeline.n_vocab)
         vocabulary = self._pipeline.vocabulary

@@ -197,14 +197,20 @@ def test_verify_wants_the_same_model(folder: Path, capsys: pytest.CaptureFixture
 # --- compare ----------------------------------------------------------------------------------------------------------
 
 
+def _component(result: Result) -> None:
+    """Another digest in the raw units; the figures still say the right one."""
+    (part,) = (one for one in result.units["split/129"]["at_end"][1]["components"] if one[0] == "csa")
+    part[5] = flip(part[5])
+
+
 def test_two_certificates_of_the_same_are_alike(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["compare", str(folder), str(folder), "--out", str(tmp_path)]) == 0
-    assert "ALIKE" in capsys.readouterr().out
+    assert capsys.readouterr().out.endswith("ALIKE\n")
     assert (tmp_path / "plots" / "ratios.png").exists()
 
 
 def test_a_differing_component_is_named(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    with changed(folder, tmp_path, _canary) as copy:
+    with changed(folder, tmp_path, _component) as copy:
         assert main(["compare", str(folder), str(copy)]) == 1
     said = capsys.readouterr().out
     assert "differs: 129 tokens, stage 2:5, csa" in said
@@ -213,14 +219,57 @@ def test_a_differing_component_is_named(folder: Path, tmp_path: Path, capsys: py
 
 def test_other_kernels_are_not_held_against_it(folder: Path, tmp_path: Path):
     def other_kernels(result: Result) -> None:
-        _canary(result)
+        _component(result)
         result.environment = msgspec.structs.replace(result.environment, kernel_fingerprint="0" * 32)
 
     with changed(folder, tmp_path, other_kernels) as copy:
         found = compare(read_result(folder), read_result(copy))
-    assert found["alike"]
+    assert found["verdict"] == "not comparable"
     assert not found["must_be_equal"]
     assert len(found["parts_differing"]) == 1
+
+
+def _no_states(result: Result) -> None:
+    result.units = {name: unit for name, unit in result.units.items() if not name.startswith("split/")}
+
+
+def _other_split(result: Result) -> None:
+    result.subject["split"] = "0:3,3:7"
+    for unit in result.units.values():
+        for state in unit.get("at_end", ()):
+            state["layers"] = "0:3"
+
+
+def _failed(result: Result) -> None:
+    result.checks[0] = msgspec.structs.replace(result.checks[0], passed=False)
+
+
+@pytest.mark.parametrize("change", [_no_states, _other_split])
+def test_nothing_in_common_is_not_alike(
+    folder: Path, tmp_path: Path, change: Callable[[Result], None], capsys: pytest.CaptureFixture[str]
+):
+    with changed(folder, tmp_path, change) as copy:
+        assert main(["compare", str(folder), str(copy)]) == 1
+    assert "NOT COMPARABLE" in capsys.readouterr().out
+
+
+def test_a_result_that_has_not_passed_is_named(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    with changed(folder, tmp_path, _failed) as copy:
+        main(["compare", str(folder), str(copy)])
+    assert "the second result has not passed" in capsys.readouterr().out
+
+
+def test_an_unfinished_result_is_not_compared(folder: Path, tmp_path: Path):
+    def unfinished(result: Result) -> None:
+        result.complete = False
+
+    with changed(folder, tmp_path, unfinished) as copy, pytest.raises(InputError, match="the second result is not"):
+        compare(read_result(folder), read_result(copy))
+
+
+def test_verify_wants_the_same_split(folder: Path, model: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["verify", str(folder), "--model", str(model), "--split", "0:7"]) == 2
+    assert f"the certificate is of the split {SPLIT}" in capsys.readouterr().err
 
 
 def test_results_of_two_commands_are_not_compared(folder: Path, tmp_path: Path):
@@ -256,6 +305,8 @@ def test_native_numerics_are_measured_and_not_promised(job: Job, tmp_path: Path)
         (["--model", "no-such.gguf"], "no-such.gguf"),
         (["--split", "0:3,4:43"], "leaves out layers from 3 on"),
         (["--split", "0:43", "--route", "route.toml"], "give one of them"),
+        (["--split", ""], "is not of the form A:B"),
+        (["--quick", "--profile", "fixture"], "give one of them"),
         (["--route", "no-such.toml"], "no-such.toml"),
     ],
 )
@@ -276,6 +327,14 @@ def test_a_whole_split_is_certified_too(job: Job, tmp_path: Path):
         profile=msgspec.structs.replace(SMALL, lengths=(5,), cancels=1, refusals=2, reprefill_up_to=5),
     )
     assert run(whole, tmp_path).passed
+
+
+def test_what_a_profile_does_not_try_is_not_certified(job: Job, tmp_path: Path):
+    less = evolve(job, profile=msgspec.structs.replace(SMALL, lengths=(5,), cancels=0, refusals=0))
+    result = run(less, tmp_path)
+    assert result.passed
+    assert len(result.figures["not_certified"]) == 2
+    assert "what must fail fails, always alike" not in {check.name for check in result.checks}
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from bench.profiles import PROFILES, profile_of
+from bench.profiles import PROFILES, Chunking, profile_of
 from dgr.errors import InputError
 from dgr.model.state_map import ContextShape
 
@@ -62,6 +62,11 @@ def test_a_profile_from_a_file(tmp_path: Path):
         ({"name": "quick", "decode": 7}, "name of its own"),
         ({"lengths": (0, 9), "rerun": ()}, "no profile"),
         ({"decode": 1}, "no profile"),
+        ({"chunk": 129}, "more than n_batch, 128"),
+        ({"chunkings": (Chunking(chunk=200, up_to=5),)}, "more than n_batch, 128"),
+        ({"cancel_chunk": 129}, "more than n_batch, 128"),
+        ({"threads": (1,)}, "no profile"),
+        ({"seed": -1}, "no profile"),
     ],
 )
 def test_a_file_that_is_no_profile(tmp_path: Path, changes: dict, words: str):

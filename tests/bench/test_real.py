@@ -65,6 +65,13 @@ def test_files_under_home_are_refused_through_links_too(
     assert not (tmp_path / "out").exists()
 
 
+def test_a_file_under_home_is_not_even_opened(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    for arguments in (["real"], ["real", "--split", "0:43", "--check"]):
+        monkeypatch.setenv(bench.real.VARIABLE, "/home/nobody/no-such-model.gguf")
+        assert main(arguments) == 2
+        assert "keep model files on mounted storage" in capsys.readouterr().err
+
+
 def test_home_is_what_it_says():
     assert Path("/home") == bench.real._FORBIDDEN
 

@@ -372,3 +372,11 @@ async def test_residuals_are_whole_numbers(autojump_clock: trio.abc.Clock) -> No
     assert residual is not None
     values = struct.unpack(f"<{len(bytes(residual)) // 4}f", residual)
     assert all(value == int(value) and 0 <= value < 2**24 for value in values)
+
+
+async def test_a_negative_number_of_tokens_is_refused(autojump_clock: trio.abc.Clock) -> None:
+    async with open_stages(WHOLE) as stages, stages.pipeline(WHOLE) as pipeline, pipeline.session() as session:
+        with pytest.raises(InputError, match="max_tokens is -4"):
+            session.generate(PROMPT, max_tokens=-4)
+        assert session.transcript == []
+        assert await take(session.generate(PROMPT, max_tokens=0)) == []
