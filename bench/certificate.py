@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from bench.plots import BLUE, GREEN, GREY, RED, draw
 from bench.reports import heading, machine, picture, table, verdicts, write_report
 from bench.results import Result
@@ -60,6 +62,7 @@ def write_certificate(result: Result, folder: Path) -> Path:
         _plan(result.plan),
         "## Machine",
         machine(result),
+        *_facts(result.subject),
     ]
     return write_report(folder, *parts)
 
@@ -211,5 +214,14 @@ def _canary(canary: Mapping[str, Mapping[str, Mapping[str, str]]]) -> str:
     return table(("tokens", "layers", *names), rows)
 
 
+def _facts(subject: Mapping[str, Any]) -> list[str]:
+    """What the real-model lane recorded besides."""
+    names = ("files", "split_digests", "split_bytes", "drivers", "network", "given")
+    rows = [(name, f"`{msgspec.json.encode(subject[name]).decode()}`") for name in names if subject.get(name)]
+    return ["## What was run", table(("what", "value"), rows)] if rows else []
+
+
 def _plan(plan: Mapping[str, Any]) -> str:
-    return table(("what", "value"), [(name, f"`{value}`") for name, value in plan.items()])
+    return table(
+        ("what", "value"), [(name, f"`{msgspec.json.encode(value).decode()}`") for name, value in plan.items()]
+    )

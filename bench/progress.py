@@ -14,11 +14,12 @@ class Progress:
     """Weights of units done, of all; a unit's name stands beside the bar while it runs."""
 
     def __init__(self, what: str, total: float) -> None:
+        self._what = what
         self._bar = tqdm(
             total=total,
             desc=what,
             disable=not sys.stderr.isatty(),
-            bar_format="{desc} {percentage:3.0f}% |{bar}| {elapsed} of about {elapsed}+{remaining} {postfix}",
+            bar_format="{desc} {percentage:3.0f}% |{bar}| {elapsed}, about {remaining} left",
             leave=False,
         )
 
@@ -32,7 +33,7 @@ class Progress:
 
     def begin(self, unit: str) -> None:
         """Say what is being measured."""
-        self._bar.set_postfix_str(unit)
+        self._bar.set_description_str(f"{self._what}: {unit}")
 
     def done(self, weight: float = 1.0) -> None:
         """A unit of that weight is measured, or was before."""

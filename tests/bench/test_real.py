@@ -120,6 +120,7 @@ async def test_a_run_over_a_route_is_one_json_with_everything(
         "re-prefilled"
     ] * 2
     assert len(result.figures["not_certified"]) == 2
+    assert "## What was run" in (out / "report.md").read_text()
     assert "split equals whole" not in {check.name for check in result.checks}
     assert "states stand where the closed forms say" in {check.name for check in result.checks}
 
