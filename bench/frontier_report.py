@@ -176,7 +176,7 @@ def _prefill_picture(folder: Path, lengths: Sequence[Mapping[str, Any]], names: 
                     mfc=colour if style == "-" else "white",
                     label=f"{text}, {what}",
                 )
-        axes.set_ylim(0, 1.75 * top)  # room for the legend above the lines
+        axes.set_ylim(0, 1.05 * top)
         _from_zero(axes, lengths)
 
     path = draw(folder, "prefill", "Prefill over context", "prompt (tokens)", "prefill (tokens per second)", paint)
@@ -207,7 +207,7 @@ def _decode_picture(folder: Path, figures: Mapping[str, Any], names: Mapping[str
                 color=colour,
                 label=label,
             )
-        axes.set_ylim(0, 1.45 * axes.get_ylim()[1])  # room for the legend above the lines
+        axes.set_ylim(bottom=0)
         _from_zero(axes, lengths)
 
     path = draw(

@@ -320,6 +320,5 @@ def _plot(folder: Path, compared: Sequence[Comparison], speed: Mapping[str, Mapp
         axes.set_yticks(range(len(compared)), [each.name.replace(", ", "\n", 1) for each in reversed(compared)])
         goal = next(each.goal for each in compared if each.goal is not None)
         axes.axvline(goal.value, color=RED, linestyle="--", label=f"goal {goal}")
-        axes.set_ylim(-0.6, len(compared) + 0.2)  # room for the legend above the bars
 
     return draw(folder, "overhead", "Speed of dgr's side over the other's", "ratio of speed", "", paint)

@@ -17,6 +17,9 @@ __all__ = ["BLUE", "GREEN", "GREY", "RED", "draw"]
 #: Colours that people with any colour vision tell apart.
 BLUE, RED, GREEN, GREY = "#0072b2", "#d55e00", "#009e73", "#767676"
 
+#: Letters of a label from which on two do not fit beside each other.
+_WIDE = 45
+
 _STYLE: Any = {
     "figure.figsize": (7.2, 4.2),
     "figure.constrained_layout.use": True,
@@ -59,7 +62,8 @@ def draw(
         axes.set(title=title, xlabel=x, ylabel=y)
         paint(axes)
         if (named := axes.get_legend_handles_labels())[0]:  # below the axes: within them it may cover a line
-            figure.legend(*named, loc="outside lower center", ncols=2)
+            columns = 2 if max(map(len, named[1])) < _WIDE else 1
+            figure.legend(*named, loc="outside lower center", ncols=columns)
         figure.savefig(text := StringIO(), format="svg", metadata={"Date": None})
         lines = (line.rstrip() for line in text.getvalue().splitlines())  # git calls spaces at the end of a line errors
         (plots / f"{stem}.svg").write_text("\n".join(lines) + "\n", encoding="utf-8")
