@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from bench import certify, compare, describe, drill, frontier, hops, overhead, real, verify
-from dgr.cli.exit_codes import BAD_INPUT, FAILED, INTERRUPTED
-from dgr.errors import DgrError, InputError
+from dgr.cli.exit_codes import run_command
 
 __all__ = ["main"]
 
@@ -33,17 +31,4 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.command_line = shlex.join(["dgr-bench", *(sys.argv[1:] if argv is None else argv)])
     if getattr(args, "default_out", None) is not None and args.out is None:
         args.out = Path(f"{args.default_out}-quick" if args.quick else args.default_out)
-    try:
-        return int(args.run(args))
-    except InputError as error:
-        print(f"dgr-bench: error: {error}", file=sys.stderr)
-        return BAD_INPUT
-    except (DgrError, OSError) as error:
-        if isinstance(error, BrokenPipeError):  # the reader of our output went away, as `| head` does
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return FAILED
-        print(f"dgr-bench: error: {error}", file=sys.stderr)
-        return FAILED
-    except KeyboardInterrupt:
-        print("dgr-bench: interrupted; the same command goes on from here", file=sys.stderr)
-        return INTERRUPTED
+    return run_command("dgr-bench", lambda: args.run(args), "interrupted; the same command goes on from here")

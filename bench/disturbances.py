@@ -19,7 +19,7 @@ from dgr import ClientSession, Generation, LinkPolicy, Pipeline, Timeouts, open_
 from dgr.engine.base import ContextParams
 from dgr.errors import DeadlineExceeded, DgrError
 from dgr.model.route_file import RouteFile
-from dgr.runtime.events import Event, RePrefilled, RouteChanged, RouteDown, StateLost
+from dgr.runtime.events import RePrefilled, RouteChanged, RouteDown, StateLost, so_far
 from dgr.runtime.remote import RemoteConnector
 from dgr.testing.cables import Cable, open_cables
 from dgr.testing.chain import some_tokens
@@ -242,7 +242,7 @@ async def run_case(case: Case, model: Path, setting: Setting) -> Outcome:
                 told = stand.pipeline.events()
                 kind = _Slowness if case.act == "slow" else _Loss
                 await kind(case, setting, stand, session, outcome).run()
-                events = _so_far(told)
+                events = so_far(told)
                 outcome.losses = sum(isinstance(event, StateLost) for event in events)
                 outcome.reprefilled = [event.tokens for event in events if isinstance(event, RePrefilled)]
         if patience.cancelled_caught:
@@ -250,15 +250,6 @@ async def run_case(case: Case, model: Path, setting: Setting) -> Outcome:
     except (DgrError, OSError, trio.TooSlowError, ExceptionGroup) as error:
         outcome.error = f"{type(error).__name__}: {error}"
     return outcome
-
-
-def _so_far(events: trio.MemoryReceiveChannel[Event]) -> list[Event]:
-    found: list[Event] = []
-    while True:
-        try:
-            found.append(events.receive_nowait())
-        except (trio.WouldBlock, trio.EndOfChannel):
-            return found
 
 
 async def _take(generation: Generation) -> list[int]:
@@ -346,7 +337,7 @@ class _Loss(_Run):
     async def _lose(self) -> None:
         address = self.stand.file.route.stages[self.case.stage].address
         pid = self.stand.up.events(address, "ready")[-1]["pid"]
-        _so_far(self.events)
+        so_far(self.events)
         strike = self.note()
         match self.case.act:
             case "kill":

@@ -46,7 +46,7 @@ from dgr.engine.native import build_info
 from dgr.errors import EngineError, InputError
 from dgr.model.route import LayerRange, parse_split
 from dgr.model.units import human_bytes
-from dgr.runtime.events import StateLost
+from dgr.runtime.events import StateLost, so_far
 from dgr.testing.chain import cut_at, some_tokens
 from dgr.testing.models import cached_fixture
 from dgr.testing.mutants import Mutant
@@ -153,15 +153,8 @@ class Subject:
 
     def lost(self) -> list[str]:
         """Reasons for which sessions lost their state since this was last asked."""
-        found: list[str] = []
-        while self.events is not None:
-            try:
-                event = self.events.receive_nowait()
-            except (trio.WouldBlock, trio.EndOfChannel):
-                break
-            if isinstance(event, StateLost):
-                found.append(event.reason)
-        return found
+        events = [] if self.events is None else so_far(self.events)
+        return [event.reason for event in events if isinstance(event, StateLost)]
 
 
 @asynccontextmanager

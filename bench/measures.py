@@ -16,7 +16,7 @@ from bench.resident import resident_with
 from bench.subjects import Conversation, Stages, StageState, Traffic, Wrap, resident_bytes
 from dgr import Artifact, ContextParams, LayerRange, Pipeline, ShardEngine
 from dgr.model.prefix import PrefixDigest
-from dgr.runtime.events import RePrefilled, StateLost
+from dgr.runtime.events import Event, RePrefilled, StateLost, so_far
 from dgr.runtime.local import load_engines
 from dgr.testing.chain import some_tokens
 
@@ -139,16 +139,11 @@ async def run_length(
     return rows
 
 
-def _reprefill(events: trio.MemoryReceiveChannel[object], to_next_token_s: float) -> RePrefill | None:
-    while True:
-        try:
-            event = events.receive_nowait()
-        except (trio.WouldBlock, trio.EndOfChannel):
-            return None
-        if isinstance(event, RePrefilled):
-            return RePrefill(
-                reason=event.reason, tokens=event.tokens, seconds=event.seconds, to_next_token_s=to_next_token_s
-            )
+def _reprefill(events: trio.MemoryReceiveChannel[Event], to_next_token_s: float) -> RePrefill | None:
+    found = next((event for event in so_far(events) if isinstance(event, RePrefilled)), None)
+    if found is None:
+        return None
+    return RePrefill(reason=found.reason, tokens=found.tokens, seconds=found.seconds, to_next_token_s=to_next_token_s)
 
 
 async def run_piped(
@@ -169,16 +164,7 @@ async def run_piped(
                     run, talk, profile, n_vocab, stages=stages, disturb=pipeline if disturbed else None
                 )
         finally:
-            run.lost = [event.reason for event in _drained(events) if isinstance(event, StateLost)]
-
-
-def _drained(events: trio.MemoryReceiveChannel[object]) -> list[object]:
-    found: list[object] = []
-    while True:
-        try:
-            found.append(events.receive_nowait())
-        except (trio.WouldBlock, trio.EndOfChannel):
-            return found
+            run.lost = [event.reason for event in so_far(events) if isinstance(event, StateLost)]
 
 
 # --- cancellation and clean-up ----------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import statistics
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -75,11 +76,8 @@ def digest_of(value: Any) -> str:
 
 def median(values: Any) -> float:
     """The median of some figures; NaN of none."""
-    ordered = sorted(values)
-    if not ordered:
-        return float("nan")
-    middle = len(ordered) // 2
-    return float(ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2)
+    figures = list(values)
+    return float(statistics.median(figures)) if figures else float("nan")
 
 
 def read_result(path: str | os.PathLike[str]) -> Result:

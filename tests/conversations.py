@@ -6,11 +6,9 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import lru_cache
 
-import trio
-
 from dgr import GeneratedToken, Generation
 from dgr.engine.base import ContextParams, LogitsWanted, SamplingParams, Work
-from dgr.runtime.events import Event
+from dgr.runtime.events import so_far
 from dgr.runtime.shard import Shard
 from dgr.testing.fake import FakeEngine
 
@@ -50,14 +48,8 @@ async def take(generation: Generation, count: int | None = None) -> list[int]:
     return [token.id for token in await take_tokens(generation, count)]
 
 
-def seen(events: trio.MemoryReceiveChannel[Event]) -> list[Event]:
-    """The events that came so far."""
-    found: list[Event] = []
-    while True:
-        try:
-            found.append(events.receive_nowait())
-        except (trio.WouldBlock, trio.EndOfChannel):
-            return found
+#: The events that came so far.
+seen = so_far
 
 
 @asynccontextmanager

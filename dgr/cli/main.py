@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 
 from dgr.cli import doctor, fixture, generate, inspect, keys, logits, plan, selftest, slices, stage, up
-from dgr.cli.exit_codes import BAD_INPUT, FAILED, INTERRUPTED
+from dgr.cli.exit_codes import BAD_INPUT, run_command
 from dgr.engine.native import build_info
-from dgr.errors import DgrError, InputError
+from dgr.errors import InputError
 
 __all__ = ["main"]
 
@@ -52,16 +51,4 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"dgr: error: --log {args.log!r} is none of debug, info, warning, error", file=sys.stderr)
         return BAD_INPUT
     logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s")
-    try:
-        return int(args.run(args))
-    except InputError as error:
-        print(f"dgr: error: {error}", file=sys.stderr)
-        return BAD_INPUT
-    except (DgrError, OSError) as error:
-        if isinstance(error, BrokenPipeError):  # the reader of our output went away, as `| head` does
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return FAILED
-        print(f"dgr: error: {error}", file=sys.stderr)
-        return FAILED
-    except KeyboardInterrupt:
-        return INTERRUPTED
+    return run_command("dgr", lambda: args.run(args))

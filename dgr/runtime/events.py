@@ -9,7 +9,17 @@ from attrs import frozen
 
 from dgr.model.route import Route
 
-__all__ = ["Cancelled", "Event", "EventHub", "Prefilled", "RePrefilled", "RouteChanged", "RouteDown", "StateLost"]
+__all__ = [
+    "Cancelled",
+    "Event",
+    "EventHub",
+    "Prefilled",
+    "RePrefilled",
+    "RouteChanged",
+    "RouteDown",
+    "StateLost",
+    "so_far",
+]
 
 
 @frozen
@@ -99,3 +109,13 @@ class EventHub:
         for subscriber in self._subscribers:
             subscriber.close()
         self._subscribers = []
+
+
+def so_far(events: trio.MemoryReceiveChannel[Event]) -> list[Event]:
+    """What has come on a subscription and was not taken yet, without waiting for more."""
+    found: list[Event] = []
+    while True:
+        try:
+            found.append(events.receive_nowait())
+        except (trio.WouldBlock, trio.EndOfChannel):
+            return found
