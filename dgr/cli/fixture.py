@@ -8,6 +8,7 @@ from typing import Any
 
 import attrs
 
+from dgr.model.targets import find_target, not_writable
 from dgr.testing.fixture import add_arguments, write_from_arguments
 
 __all__ = ["register", "run"]
@@ -27,6 +28,11 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    target = find_target(args.out)  # looked at before anything is computed
+    if target.direct:
+        raise not_writable(args.out, "a model is a file, and this is none")
+    if args.parts == 1:
+        args.out = target.file  # what a link leads to is replaced, not the link
     summary = write_from_arguments(args)
     if args.json:
         print(json.dumps(attrs.asdict(summary)))

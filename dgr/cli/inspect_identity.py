@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 from typing import Any
 
 import attrs
 
 from dgr.cli.progress import progress_bar
+from dgr.cli.summary import print_beside
 from dgr.cli.tables import layer_runs, render_table
 from dgr.engine.llama import ADAPTER
 from dgr.engine.native import build_info, kernel_fingerprint, runtime_version
 from dgr.errors import ArtifactError
 from dgr.model.artifact import Artifact
 from dgr.model.cuts import restrictions, valid_cuts
-from dgr.model.gguf_write import writing
 from dgr.model.manifest import Manifest, encode_manifest
+from dgr.model.outputs import write_file
 from dgr.model.route import LayerRange
 from dgr.model.shares import manifest_path
+from dgr.model.targets import find_target
 from dgr.model.v4 import HyperParameters
 from dgr.wire.frames import SCHEMA_HASH, SCHEMA_VERSION
 
@@ -42,7 +43,10 @@ def _manifest_of(artifact: Artifact) -> Manifest:
 
 def show_identity(args: argparse.Namespace, artifact: Artifact) -> int:
     """Print what a handshake compares, and write the manifest where that is asked for."""
-    if args.manifest is not None and artifact.given is not None and artifact.is_whole:
+    target = None if args.manifest is None else find_target(args.manifest or manifest_path(artifact.parts))
+    if target is not None:
+        target.check_apart(*artifact.parts.paths)
+    if target is not None and artifact.given is not None and artifact.is_whole:
         artifact = attrs.evolve(artifact, given=None)  # it is about to be made again
     manifest = _manifest_of(artifact)
     layers = artifact.layers if args.layers is None else LayerRange.parse(args.layers)
@@ -67,12 +71,11 @@ def show_identity(args: argparse.Namespace, artifact: Artifact) -> int:
         "patch_digest": info["patch_digest"],
         "kernel_fingerprint": kernel_fingerprint(),
     }
-    if args.manifest is not None:
-        path = Path(args.manifest) if args.manifest else manifest_path(artifact.parts)
-        with writing(path) as out:
-            out.write(encode_manifest(manifest))
-        found["manifest"] = str(path)
-    print(json.dumps(found) if args.json else render_table([(key.replace("_", " "), str(found[key])) for key in found]))
+    if target is not None:
+        write_file(target, encode_manifest(manifest))
+        found["manifest"] = str(target.path)
+    text = json.dumps(found) if args.json else render_table([(key.replace("_", " "), str(found[key])) for key in found])
+    print_beside(target, text)
     return 0
 
 

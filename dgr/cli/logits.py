@@ -7,12 +7,15 @@ import json
 import sys
 from array import array
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import trio
 
 from dgr.cli.options import add_model_arguments, context_of
-from dgr.errors import InputError
+from dgr.cli.summary import print_beside
+from dgr.errors import InputError, WireError
+from dgr.model.outputs import writing
+from dgr.model.targets import find_target
 from dgr.runtime.local import open_pipeline
 
 __all__ = ["read_tokens", "register", "run"]
@@ -51,30 +54,39 @@ async def _logits(args: argparse.Namespace) -> int:
     if args.model is None:
         raise InputError("give --model GGUF")
     tokens = read_tokens(Path(args.tokens))
-    out = Path(args.out)
-    part = out.with_name(out.name + ".part")
-    async with open_pipeline(
-        args.model,
-        args.split,
-        context=context_of(args),
-        threads=args.threads,
-        mmap=args.mmap,
-        memory_budget=args.memory,
-        chunk=args.chunk,
-    ) as pipeline:
-        row_bytes = 4 * pipeline.n_vocab
-        try:
-            with part.open("wb") as file:
-
-                def write(position: int, values: memoryview) -> None:
-                    file.seek(position * row_bytes)
-                    file.write(values)
-
-                async with pipeline.session() as session:
-                    await session.logits(tokens, write)
-            part.replace(out)
-        finally:
-            part.unlink(missing_ok=True)
-    shape = {"out": str(out), "rows": len(tokens), "columns": pipeline.n_vocab, "bytes": len(tokens) * row_bytes}
-    print(json.dumps(shape) if args.json else f"{out}: {len(tokens)} x {pipeline.n_vocab} float32")
+    target = find_target(args.out)
+    target.check_apart(args.model, args.tokens)
+    with writing(target) as file:  # opened first: a place that cannot be written is told before the model is loaded
+        async with open_pipeline(
+            args.model,
+            args.split,
+            context=context_of(args),
+            threads=args.threads,
+            mmap=args.mmap,
+            memory_budget=args.memory,
+            chunk=args.chunk,
+        ) as pipeline:
+            rows = _Rows(file, 4 * pipeline.n_vocab)
+            async with pipeline.session() as session:
+                await session.logits(tokens, rows.write)
+    shape = {"out": args.out, "rows": len(tokens), "columns": pipeline.n_vocab, "bytes": rows.n_bytes}
+    print_beside(target, json.dumps(shape) if args.json else f"{args.out}: {len(tokens)} x {pipeline.n_vocab} float32")
     return 0
+
+
+class _Rows:
+    """Writes rows in order, each once: after a loss some come again, with the same bits."""
+
+    def __init__(self, file: BinaryIO, row_bytes: int) -> None:
+        self.n_bytes = 0
+        self._file, self._row_bytes = file, row_bytes
+
+    def write(self, position: int, values: memoryview) -> None:
+        known = self.n_bytes - position * self._row_bytes
+        if known < 0:
+            raise WireError(
+                f"rows of position {position} came, but those from {self.n_bytes // self._row_bytes} on are due"
+            )
+        fresh = values.cast("B")[known:]
+        self._file.write(fresh)
+        self.n_bytes += len(fresh)

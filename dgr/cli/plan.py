@@ -13,10 +13,12 @@ from dgr.engine.budget import parse_budget
 from dgr.engine.llama import estimate_memory
 from dgr.errors import InputError
 from dgr.model.artifact import Artifact
+from dgr.model.outputs import write_file
 from dgr.model.plan import Plan, check_fits, costs_of, refine
 from dgr.model.route import LayerRange, Route, StageRef
 from dgr.model.route_file import RouteFile, format_route_file
 from dgr.model.state_map import ContextShape
+from dgr.model.targets import find_target
 from dgr.model.units import human_bytes
 
 __all__ = ["register", "run"]
@@ -80,6 +82,11 @@ def run(args: argparse.Namespace) -> int:
     if n_stages < 1:
         raise InputError("say how many stages: --stages N")
     artifact = Artifact.open(args.model)
+    target = None if args.out in (None, "-") else find_target(args.out)
+    if target is not None and target.is_standard_output:
+        target, args.out = None, "-"
+    if target is not None:
+        target.check_apart(*artifact.parts.paths)
     hosts = _addresses(addresses, n_stages)
     context = ContextParams(
         n_ctx=args.ctx,
@@ -100,21 +107,30 @@ def run(args: argparse.Namespace) -> int:
     sizes = None if memory is None else [parse_budget(size) for size in memory]
     plan = refine(costs, n_stages, sizes, compute)
     file = _route_file(args, artifact, plan, hosts)
+    text = _text_of(file)
     if args.json:
         print(json.dumps(_object(plan, hosts, file)))
     elif args.out != "-":
         print(_table(plan, hosts))
     check_fits(plan, hosts)
     if args.out == "-":
-        print(format_route_file(file), end="")
-    elif args.out is not None:
-        try:
-            file.path.write_text(format_route_file(file), encoding="utf-8")
-        except OSError as failed:
-            raise InputError(f"{file.path} cannot be written: {failed.strerror or failed}") from failed
+        print(text, end="")
+    elif target is not None:
+        write_file(target, text.encode())
         if not args.json:
-            print(f"\nwritten to {file.path}; start the stages with: dgr up {file.path}")
+            print(f"\nwritten to {target.path}; start the stages with: dgr up {target.path}")
     return 0
+
+
+def _text_of(file: RouteFile) -> str:
+    text = format_route_file(file)
+    try:
+        text.encode()
+    except UnicodeEncodeError as wrong:
+        raise InputError(
+            f"{str(file.model)!r}: a route file is UTF-8 and cannot hold a path that is not; give the file another name"
+        ) from wrong
+    return text
 
 
 def _route_file(args: argparse.Namespace, artifact: Artifact, plan: Plan, hosts: list[str]) -> RouteFile:

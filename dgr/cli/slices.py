@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 from typing import Any
 
 import attrs
 
 from dgr.cli.progress import progress_bar
+from dgr.cli.summary import print_beside
 from dgr.model.artifact import Artifact
 from dgr.model.route import LayerRange
 from dgr.model.slicing import write_slice
+from dgr.model.targets import find_target
 from dgr.model.units import human_bytes
 
 __all__ = ["register", "run"]
@@ -36,17 +37,19 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
 def run(args: argparse.Namespace) -> int:
     artifact, layers = Artifact.open(args.model), LayerRange.parse(args.layers)
     artifact.check(layers)
+    target = find_target(args.out)
+    target.check_apart(*artifact.parts.paths)
     with progress_bar("reading the model") as progress:
         artifact.manifest(progress)
     with progress_bar("writing the slice") as progress:
-        summary = write_slice(artifact, layers, Path(args.out), progress)
+        summary = write_slice(artifact, layers, target, progress)
     if args.json:
-        print(json.dumps(attrs.asdict(summary)))
+        print_beside(target, json.dumps(attrs.asdict(summary)))
         return 0
     share = summary.weight_bytes / max(1, artifact.weight_bytes(artifact.hp.whole))
-    print(
+    print_beside(
+        target,
         f"{summary.path}: layers {layers}, {summary.n_tensors} tensors, {human_bytes(summary.file_bytes)}"
-        f" ({share:.0%} of the weights)"
+        f" ({share:.0%} of the weights)\nmodel {summary.identity}, range {summary.range_digest}",
     )
-    print(f"model {summary.identity}, range {summary.range_digest}")
     return 0

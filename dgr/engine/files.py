@@ -16,6 +16,7 @@ from pathlib import Path
 from dgr.model.artifact import Artifact
 from dgr.model.gguf import MetaValue, ValueType
 from dgr.model.gguf_write import TensorForm, lay_out, u16
+from dgr.model.outputs import removed_on_signals
 from dgr.model.parts import SPLIT_COUNT, SPLIT_NO, SPLIT_TENSORS, part_name
 
 __all__ = ["native_path"]
@@ -31,7 +32,7 @@ def native_path(artifact: Artifact, *, sizes_only: bool = False) -> Iterator[Pat
     if artifact.is_whole or not (sizes_only or artifact.parts.missing):
         yield artifact.file.path
         return
-    with tempfile.TemporaryDirectory(prefix="dgr-") as folder:
+    with tempfile.TemporaryDirectory(prefix="dgr-") as folder, removed_on_signals(Path(folder)):
         yield _hollow_model(artifact, Path(folder)) if sizes_only else _folder_of_parts(artifact, Path(folder))
 
 

@@ -6,12 +6,8 @@ were stored, so a key copied from another file keeps its type and its bytes.
 
 from __future__ import annotations
 
-import os
 import struct
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from pathlib import Path
-from typing import BinaryIO
+from collections.abc import Mapping, Sequence
 
 from attrs import frozen
 
@@ -26,6 +22,7 @@ from dgr.model.gguf import (
     ValueType,
     aligned,
 )
+from dgr.model.outputs import writing
 
 __all__ = ["Layout", "TensorForm", "encode_value", "lay_out", "u16", "u32", "writing", "zero_padding"]
 
@@ -128,19 +125,3 @@ def lay_out(metadata: Mapping[str, MetaValue], tensors: Sequence[TensorForm]) ->
 def zero_padding(n_bytes: int, alignment: int) -> bytes:
     """What must follow ``n_bytes`` of data for the next tensor to be aligned."""
     return bytes(aligned(n_bytes, alignment) - n_bytes)
-
-
-@contextmanager
-def writing(target: Path) -> Iterator[BinaryIO]:
-    """A file that appears under its name when the block ends well, and not at all when it fails."""
-    partial = target.with_name(f".{target.name}.{os.getpid()}.part")
-    try:
-        with partial.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(target)
-    except OSError as failed:
-        raise InputError(f"{target} cannot be written: {failed.strerror or failed}; choose another place") from failed
-    finally:
-        partial.unlink(missing_ok=True)

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from pathlib import Path
 
 from attrs import frozen
 
-from dgr.errors import ArtifactError, InputError
+from dgr.errors import ArtifactError
 from dgr.model.artifact import Artifact
 from dgr.model.digests import Progress, new_digest
 from dgr.model.ggml import GgmlType
 from dgr.model.gguf import MetaValue, ValueType
-from dgr.model.gguf_write import TensorForm, lay_out, u32, writing, zero_padding
+from dgr.model.gguf_write import TensorForm, lay_out, u32, zero_padding
 from dgr.model.manifest import Manifest, encode_manifest
+from dgr.model.outputs import writing
 from dgr.model.route import LayerRange
 from dgr.model.shares import LAYER_BEGIN, LAYER_END, MANIFEST_KEY, PARENT_KEY
+from dgr.model.targets import Target, find_target
 
 __all__ = ["SliceSummary", "write_slice"]
 
@@ -39,17 +40,16 @@ class SliceSummary:
 
 
 def write_slice(
-    artifact: Artifact, layers: LayerRange, target: str | os.PathLike[str], progress: Progress | None = None
+    artifact: Artifact, layers: LayerRange, path: str | os.PathLike[str] | Target, progress: Progress | None = None
 ) -> SliceSummary:
-    """Write what a stage of ``layers`` needs to ``target``, replaced in one step when complete.
+    """Write what a stage of ``layers`` needs to ``path``, as :func:`dgr.model.outputs.writing` writes.
 
     All metadata stays as it is. The weights are held against the manifest as they are copied. ``progress`` is called for
     the copy; make the manifest first (:meth:`Artifact.manifest`) to see the progress of that.
     """
     artifact.check(layers)
-    target = Path(target)
-    if any(target.exists() and target.samefile(file.path) for file in artifact.parts.present):
-        raise InputError(f"{target} is the model itself; give the slice another name")
+    target = path if isinstance(path, Target) else find_target(path)
+    target.check_apart(*artifact.parts.paths)
     manifest = artifact.manifest()
     tensors = list(artifact.tensors_of(layers))
     layout = lay_out(_metadata(artifact, layers, manifest), [*tensors, *_stand_in(artifact)])
@@ -65,9 +65,10 @@ def write_slice(
                 if progress is not None:
                     progress(done, total)
             out.write(zero_padding(tensor.n_bytes, layout.alignment))
-        out.write(bytes(layout.file_bytes - out.tell()))
+        for begin in layout.offsets[len(tensors) :]:
+            out.write(bytes(layout.file_bytes - begin))
     return SliceSummary(
-        path=str(target),
+        path=str(target.path),
         layers=str(layers),
         identity=manifest.identity,
         range_digest=manifest.digest_of(tensor.name for tensor in tensors),

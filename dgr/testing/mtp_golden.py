@@ -31,6 +31,7 @@ from dgr.model.mtp_messages import (
     Work,
 )
 from dgr.model.mtp_shard import expectation
+from dgr.model.outputs import write_file
 from dgr.testing.mtp_episodes import EPISODES, ROUTE_ID, border_grid
 
 __all__ = ["sample_messages", "write_golden"]
@@ -109,7 +110,7 @@ def write_golden(folder: Path) -> list[Path]:
     for name, content in sorted(found.items()):
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content)
+        write_file(path, content)
         paths.append(path)
     return paths
 

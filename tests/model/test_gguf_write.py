@@ -10,7 +10,7 @@ import pytest
 from dgr.errors import InputError
 from dgr.model.ggml import GgmlType
 from dgr.model.gguf import ALIGNMENT_KEY, MetaArray, MetaValue, ValueType, read_gguf
-from dgr.model.gguf_write import TensorForm, lay_out, u16, u32, writing
+from dgr.model.gguf_write import TensorForm, lay_out, u16, u32
 from dgr.testing.fixture_edit import edit_gguf
 
 
@@ -86,24 +86,3 @@ def test_refuses_what_no_reader_takes(metadata: dict[str, MetaValue], tensors: l
 def test_rows_are_whole_blocks() -> None:
     with pytest.raises(InputError, match="33 values cannot have type q8_0"):
         lay_out({}, [TensorForm("x", (33,), GgmlType.Q8_0)])
-
-
-def test_a_failed_file_leaves_nothing_and_the_old_one_stays(tmp_path: Path) -> None:
-    target = tmp_path / "x"
-    target.write_bytes(b"old")
-
-    def fail_half_way() -> None:
-        with writing(target) as out:
-            out.write(b"new")
-            raise RuntimeError
-
-    with pytest.raises(RuntimeError):
-        fail_half_way()
-    assert target.read_bytes() == b"old"
-    with writing(target) as out:
-        out.write(b"new")
-        assert target.read_bytes() == b"old"
-    assert [path.name for path in tmp_path.iterdir()] == ["x"]
-    assert target.read_bytes() == b"new"
-    with pytest.raises(InputError, match="cannot be written: No such file"), writing(tmp_path / "no" / "x"):
-        pass

@@ -168,9 +168,9 @@ def test_a_slice_without_a_manifest_has_no_identity(min_model: Path, tmp_path: P
 def test_where_a_slice_may_go(min_model: Path, tmp_path: Path) -> None:
     copy = Path(shutil.copy(min_model, tmp_path / "model.gguf"))
     artifact = Artifact.open(copy)
-    with pytest.raises(InputError, match=r"model.gguf is the model itself"):
+    with pytest.raises(InputError, match=r"model.gguf cannot be written: it is what is read"):
         write_slice(artifact, LayerRange(0, 1), tmp_path / "." / "model.gguf")
-    with pytest.raises(InputError, match="cannot be written: No such file"):
+    with pytest.raises(InputError, match=r"cannot be written: there is no folder .*absent"):
         write_slice(artifact, LayerRange(0, 1), tmp_path / "absent" / "slice.gguf")
     with pytest.raises(InvalidLayerRange, match="4 is the MTP block"):
         write_slice(artifact, LayerRange(3, 5), tmp_path / "slice.gguf")
