@@ -77,7 +77,9 @@ def add_context_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--flash-attn", choices=["on", "off"], default="on", help="flash attention (default: on)")
     parser.add_argument("--type-k", default=_DEFAULTS.type_k, metavar="TYPE", help="K-cache type: f16, f32, q8_0")
-    parser.add_argument("--memory", metavar="SIZE", help="refuse what takes more: bytes, 24GiB, or 50%% of the machine")
+    parser.add_argument(
+        "--memory", metavar="SIZE", help="refuse what takes more: bytes, 24GiB, or 50%% of what is usable"
+    )
     parser.add_argument("--mmap", action="store_true", help="map the model file instead of reading the owned tensors")
     add_reserved_arguments(parser)
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping
 
-import psutil
-
 from dgr.engine.base import MemoryReport
 from dgr.errors import BudgetExceeded, InputError
+from dgr.model.host import available_cpus, usable_memory
 from dgr.model.units import human_bytes
 
 __all__ = ["available_cpus", "check_budget", "parse_budget"]
@@ -20,16 +18,16 @@ _SHARE = re.compile(r"(\d+(?:\.\d+)?)\s*%")
 
 
 def parse_budget(text: str | int) -> int:
-    """Bytes of a budget: a number, ``24GiB``, or a share of the machine's memory such as ``50%``."""
+    """Bytes of a budget: a number, ``24GiB``, or ``50%`` of the memory that this process may use (:mod:`dgr.model.host`)."""
     if isinstance(text, int):
         size = float(text)
     elif share := _SHARE.fullmatch(text.strip()):
-        size = psutil.virtual_memory().total * float(share[1]) / 100
+        size = usable_memory() * float(share[1]) / 100
     elif (match := _SIZE.fullmatch(text.strip())) and match[2].upper() in _UNITS:
         size = float(match[1]) * _UNITS[match[2].upper()]
     else:
         raise InputError(
-            f"memory budget {text!r} is neither bytes, nor like 24GiB, nor a share of the machine like 50%"
+            f"memory budget {text!r} is neither bytes, nor like 24GiB, nor a share of the usable memory like 50%"
         )
     if size < 1:
         raise InputError(f"memory budget {text!r} is less than one byte")
@@ -59,8 +57,3 @@ def check_budget(reports: Mapping[str, MemoryReport], n_slots: int, budget: int 
         "; ".join(lines) + f"; in all {_exact(total)}, over the budget of {_exact(budget)} by {_exact(total - budget)}:"
         " lower n_ctx or n_seq_max, own fewer layers, or raise the budget"
     )
-
-
-def available_cpus() -> int:
-    """CPUs that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
