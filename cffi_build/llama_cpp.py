@@ -31,7 +31,7 @@ import tarfile
 import tempfile
 import tomllib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 
@@ -182,7 +182,11 @@ class Flavour:
 def cache_dir() -> Path:
     if chosen := os.environ.get("DGR_CACHE_DIR"):
         return Path(chosen).absolute()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "dgr"
+    base = Path(os.environ.get("XDG_CACHE_HOME") or "")
+    try:
+        return (base if base.is_absolute() else Path.home() / ".cache") / "dgr"
+    except RuntimeError:  # no HOME, and a user id without an entry
+        raise BuildError("there is no home folder to keep llama.cpp in; name a folder in DGR_CACHE_DIR") from None
 
 
 def fetch_sdist() -> Path:
@@ -263,10 +267,11 @@ def prepare_source(target: Path, *, patched: bool) -> None:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold a lock between processes: two builds of one key would waste a machine."""
+    """Hold a lock between processes: two builds of one key would waste a machine. Not every file system has locks."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        with suppress(OSError):
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
 
@@ -315,7 +320,10 @@ def build(flavour: Flavour) -> Path:
             else:
                 run("cmake", "--install", work / "build")
             describe(flavour, staged)
-            staged.replace(prefix)
+            with suppress(OSError):  # without a lock another build may have been faster
+                staged.replace(prefix)
+            if not prefix.exists():
+                raise BuildError(f"{prefix} cannot be made; name another folder in DGR_CACHE_DIR")
         finally:
             shutil.rmtree(work, ignore_errors=True)
     return prefix

@@ -1,27 +1,28 @@
 """Digests of tensor data: computed once per file, in parallel, and kept in the cache folder.
 
-A record is kept under device, inode, size and modification time of the file. A file that was modified within the last two
-seconds is not recorded: a change within one tick of the file system's clock would go unseen.
+A record is kept under device, inode, size and times of the file: of its last modification, which anyone may set, and of its
+last change, which nobody can. So a file that was renamed, linked or given other rights is read again, too. One that was
+changed within two seconds of now is not recorded: another change within one tick of the file system's clock would go unseen.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
 from dgr.errors import ArtifactError
-from dgr.model.cache import cache_dir
+from dgr.model.cache import cache_dir, keep, one_at_a_time
 from dgr.model.gguf import GgufFile, TensorInfo
+from dgr.model.host import available_cpus
 from dgr.model.manifest import DIGEST_SIZE
 from dgr.model.units import human_bytes
 
@@ -35,12 +36,17 @@ Progress = Callable[[int, int], None]
 _STEP = 1 << 20
 #: More threads than this only make a disk seek.
 _MOST_WORKERS = 8
-#: Seconds within which a modification time may stand for two contents (network file systems count whole seconds).
+#: Seconds within which a time of change may stand for two contents (network file systems count whole seconds).
 _SETTLED = 2.0
 #: Files whose records are kept.
 _KEPT = 256
 #: From here on reading everything takes long enough to be announced.
 _LONG_READ = 4 << 30
+#: From here on reading again at every start is worth a warning.
+_COSTLY = 1 << 30
+
+#: Tests move it.
+_now = time.time
 
 _Record = dict[str, str]
 _Job = tuple[GgufFile, Sequence[TensorInfo]]
@@ -81,7 +87,7 @@ def _digest_one(fd: int, path: Path, tensor: TensorInfo, meter: _Meter) -> str:
 
 
 def _key(status: os.stat_result) -> str:
-    facts = f"{status.st_dev} {status.st_ino} {status.st_size} {status.st_mtime_ns}"
+    facts = f"{status.st_dev} {status.st_ino} {status.st_size} {status.st_mtime_ns} {status.st_ctime_ns}"
     return hashlib.blake2b(facts.encode(), digest_size=16).hexdigest()
 
 
@@ -96,36 +102,21 @@ def _read_record(key: str) -> _Record:
         return {}
 
 
-def _write_record(key: str, record: _Record) -> None:
-    """Keep a record; a cache that cannot be written costs time only."""
+def _write_record(key: str, record: _Record) -> str | None:
+    """Keep a record, and make room for it; says why it could not be kept."""
     path = _record_path(key)
-    part = path.with_suffix(f".{os.getpid()}.{threading.get_ident()}.part")
-    try:
-        part.write_bytes(msgspec.json.encode(record))
-        part.replace(path)
+    if why := keep(path, msgspec.json.encode(record)):
+        return why
+    with suppress(OSError):  # another process may make room at the same time
         known = sorted(path.parent.glob("*.json"), key=lambda entry: entry.stat().st_mtime_ns)
         for old in known[:-_KEPT]:
             old.unlink(missing_ok=True)
-    except OSError as failed:
-        _log.info("the digests of a file cannot be kept in %s: %s", path.parent, failed.strerror)
+    return None
 
 
-@contextmanager
-def _one_at_a_time(key: str) -> Iterator[None]:
-    """Let one process at a time digest a file: the stages of a host start together."""
-    path = _record_path(key).with_suffix(".lock")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock = path.open("wb")
-    except OSError:
-        yield
-        return
-    with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        try:
-            yield
-        finally:
-            path.unlink(missing_ok=True)
+def _is_settled(status: os.stat_result) -> bool:
+    """Whether a later change will show in the time of change. A file server's clock may be ahead of ours, or behind."""
+    return abs(_now() - status.st_ctime) > _SETTLED
 
 
 def known_digests(file: GgufFile) -> Mapping[str, str]:
@@ -154,13 +145,8 @@ def digest_tensors(jobs: Sequence[_Job], progress: Progress | None = None, worke
         _log.warning("reading %s of weights, once, to know the model's identity", human_bytes(total))
     meter = _Meter(total, progress)
     for file, tensors in unknown:
-        found |= _digest_file(file, tensors, meter, workers or _workers())
+        found |= _digest_file(file, tensors, meter, workers or min(available_cpus(), _MOST_WORKERS))
     return found
-
-
-def _workers() -> int:
-    n_cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(n_cpus, _MOST_WORKERS)
 
 
 def _digest_file(file: GgufFile, tensors: Sequence[TensorInfo], meter: _Meter, workers: int) -> _Record:
@@ -168,7 +154,7 @@ def _digest_file(file: GgufFile, tensors: Sequence[TensorInfo], meter: _Meter, w
         with file.path.open("rb", buffering=0) as data:
             before = os.fstat(data.fileno())
             key = _key(before)
-            with _one_at_a_time(key):
+            with one_at_a_time(_record_path(key).with_suffix(".lock"), f"the reading of {file.path.name}"):
                 record = _read_record(key)
                 rest = []
                 for tensor in tensors:  # another process may have been faster
@@ -176,18 +162,29 @@ def _digest_file(file: GgufFile, tensors: Sequence[TensorInfo], meter: _Meter, w
                         meter.count(tensor.n_bytes)
                     else:
                         rest.append(tensor)
-                settled = time.time() - before.st_mtime > _SETTLED
+                settled = _is_settled(before)
                 try:
                     _digest_all(data.fileno(), file.path, rest, meter, workers, record)
                 finally:
                     unchanged = _key(os.fstat(data.fileno())) == key
-                    if rest and settled and unchanged:
-                        _write_record(key, record)
+                    if rest and unchanged:
+                        why = _write_record(key, record) if settled else "it was changed just now, or at this very time"
+                        if why is not None:
+                            _tell_unkept(file.path, rest, why)
                 if not unchanged or before.st_size != file.file_bytes:
                     raise ArtifactError(f"{file.path}: the file changed while being read; try again")
     except OSError as failed:
         raise ArtifactError(f"{file.path}: cannot be read: {failed.strerror or failed}; check the path") from failed
     return {tensor.name: record[tensor.name] for tensor in tensors}
+
+
+def _tell_unkept(path: Path, tensors: Sequence[TensorInfo], why: str) -> None:
+    """Say that a file will be read again; aloud, where that takes long."""
+    n_bytes = sum(tensor.n_bytes for tensor in tensors)
+    level = logging.WARNING if n_bytes > _COSTLY else logging.INFO
+    _log.log(
+        level, "the digests of %s are not kept (%s): the next start reads %s again", path, why, human_bytes(n_bytes)
+    )
 
 
 def _digest_all(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import time
 from collections.abc import Mapping
@@ -27,8 +28,6 @@ from dgr.model.shares import manifest_path
 from dgr.testing.fixture import write_fixture
 from dgr.testing.fixture_edit import edit_gguf
 
-LONG_AGO = time.time() - 3600
-
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -39,11 +38,10 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def old(min_model: Path, tmp_path: Path, cache: Path) -> Path:
+def old(min_model: Path, tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A copy of the model that nobody touched for an hour."""
-    path = Path(shutil.copy(min_model, tmp_path / "old.gguf"))
-    os.utime(path, (LONG_AGO, LONG_AGO))
-    return path
+    monkeypatch.setattr(digests, "_now", lambda: time.time() + 3600)
+    return Path(shutil.copy(min_model, tmp_path / "old.gguf"))
 
 
 @pytest.fixture
@@ -196,11 +194,12 @@ def test_weights_are_read_once(old: Path, reads: list[str]) -> None:
     assert reads == []
 
 
-def test_a_link_or_a_new_name_needs_no_reading(old: Path, reads: list[str]) -> None:
+def test_a_link_needs_no_reading(old: Path, reads: list[str]) -> None:
     identity = Artifact.open(old).identity
     reads.clear()
-    moved = old.rename(old.with_name("moved.gguf"))
-    assert Artifact.open(moved).identity == identity
+    link = old.with_name("link.gguf")
+    link.symlink_to(old)
+    assert Artifact.open(link).identity == identity
     assert reads == []
 
 
@@ -211,18 +210,52 @@ def test_a_changed_file_is_read_again(old: Path, reads: list[str]) -> None:
     assert Artifact.open(old).identity != identity
 
 
-def test_a_file_that_was_just_written_is_not_recorded(min_model: Path, tmp_path: Path, cache: Path) -> None:
-    """Within one tick of the file system's clock two contents have one modification time."""
-    path = Path(shutil.copyfile(min_model, tmp_path / "new.gguf"))
-    assert Artifact.open(path).identity == Artifact.open(min_model).identity
-    assert known_digests(read_gguf(path)) == {}
+def test_a_file_changed_in_place_under_its_old_time_is_read_again(old: Path) -> None:
+    """As ``rsync --inplace --times`` leaves it, and whoever gives all files one date."""
+    os.utime(old, (5, 5))
+    before, identity = old.stat(), Artifact.open(old).identity
+    flip(old, "output.weight")
+    os.utime(old, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert (old.stat().st_size, old.stat().st_mtime_ns) == (before.st_size, before.st_mtime_ns)
+    assert Artifact.open(old).known_manifest() is None
+    assert Artifact.open(old).identity != identity
+
+
+@pytest.mark.parametrize("ahead", [-2.5, 2.5, 86400.0])
+def test_a_file_servers_clock_may_be_ahead_or_behind(old: Path, ahead: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    changed = old.stat().st_ctime
+    monkeypatch.setattr(digests, "_now", lambda: changed - ahead)
+    assert Artifact.open(old).identity
+    assert len(known_digests(read_gguf(old))) == 144
+
+
+@pytest.mark.parametrize("date", [0, 2**31, 2**33])
+def test_the_date_that_a_file_was_given_does_not_matter(old: Path, date: int) -> None:
+    os.utime(old, (date, date))
+    assert Artifact.open(old).identity
+    assert len(known_digests(read_gguf(old))) == 144
+
+
+@pytest.mark.parametrize("after", [-1.5, 0.0, 1.5])
+def test_a_file_that_was_just_changed_is_not_recorded(
+    old: Path, after: float, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Within one tick of the file system's clock two contents have one time of change."""
+    os.utime(old, (5, 5))
+    changed = old.stat().st_ctime
+    monkeypatch.setattr(digests, "_now", lambda: changed + after)
+    assert Artifact.open(old).identity
+    assert known_digests(read_gguf(old)) == {}
+    assert caplog.records == []
+    monkeypatch.setattr(digests, "_COSTLY", 1000)
+    assert Artifact.open(old).identity
+    assert re.search(r"old.gguf are not kept \(it was changed just now.*the next start reads .*iB again", caplog.text)
 
 
 def test_a_range_is_read_and_kept_alone(old: Path, reads: list[str]) -> None:
     artifact = Artifact.open(old)
     manifest_path(artifact.parts).write_bytes(encode_manifest(artifact.read_manifest()))
     copy = Path(shutil.copy(old, old.with_name("copy.gguf")))
-    os.utime(copy, (LONG_AGO, LONG_AGO))
     manifest_path(artifact.parts).rename(copy.with_name("copy.manifest.json"))
     reads.clear()
     artifact = Artifact.open(copy)
@@ -283,12 +316,17 @@ def test_a_damaged_record_is_made_again(old: Path, cache: Path, damage: str) -> 
 
 
 def test_a_cache_that_cannot_be_written_costs_time_only(
-    old: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    old: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     identity = Artifact.open(old).identity
     (tmp_path / "file").write_text("no folder")
     monkeypatch.setenv("DGR_CACHE_DIR", str(tmp_path / "file"))
     assert Artifact.open(old).identity == identity
+    assert caplog.records == []
+    monkeypatch.setattr(digests, "_COSTLY", 1000)
+    assert Artifact.open(old).identity == identity
+    assert "the digests of" in caplog.text
+    assert "cannot be made" in caplog.text
 
 
 def test_old_records_make_room(old: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
