@@ -7,9 +7,11 @@ import json
 import sys
 from typing import Any
 
-from dgr.engine.budget import available_cpus
-from dgr.engine.numerics import load_certificate, record_certificate
-from dgr.testing.invariance import Report, Verdict, certificate, run_suite
+from dgr.engine.native import kernel_fingerprint
+from dgr.engine.numerics import Certificate, load_certificate, record_certificate, record_target
+from dgr.errors import InputError
+from dgr.model.host import available_cpus
+from dgr.testing.invariance import THREADS_NOTE, Report, Verdict, certificate, run_suite
 
 __all__ = ["register", "run"]
 
@@ -24,8 +26,9 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
         "numerics",
         help="which weight and K-cache types are exact",
         description="Run small models through every chunking, split, batch and thread count that exact numerics"
-        " promise to be alike, compare the bits, and record under the kernel fingerprint which types are exact. Exit"
-        " code 1 when f32 weights or the f16 K cache are not.",
+        " promise to be alike, compare the bits, and record under the kernel fingerprint which types are exact. What"
+        " cannot be run (no disk, no memory) is noted and keeps its old verdict. Exit code 1 when f32 weights or the f16 K"
+        " cache are not found exact.",
     )
     numerics.add_argument(
         "--types", metavar="T,…", help="test these types only, and keep the verdict on the others (default: all)"
@@ -42,11 +45,11 @@ def _line(verdict: Verdict) -> str:
     case = verdict.case
     what = "weights" if case.kind == "weights" else "K cache"
     threads = ",".join(str(count) for count in (1, *verdict.threads))
-    found = "exact" if verdict.exact else "; ".join(verdict.differences)
+    found = "exact" if verdict.exact else "; ".join(verdict.differences) or f"not tested: {verdict.untested}"
     return f"{what:8} {case.label:8} {verdict.seconds:6.1f} s  threads {threads:6} {found}"
 
 
-def _object(report: Report, path: str | None) -> dict[str, Any]:
+def _object(report: Report, notes: list[str], path: str | None) -> dict[str, Any]:
     return {
         "fingerprint": report.fingerprint,
         "passed": report.passed,
@@ -54,14 +57,15 @@ def _object(report: Report, path: str | None) -> dict[str, Any]:
             {
                 "kind": verdict.case.kind,
                 "type": verdict.case.label,
-                "exact": verdict.exact,
+                "exact": verdict.exact if verdict.is_known else None,
                 "differences": verdict.differences,
+                "untested": verdict.untested,
                 "threads": [1, *verdict.threads],
                 "seconds": round(verdict.seconds, 3),
             }
             for verdict in report.verdicts
         ],
-        "notes": report.notes,
+        "notes": notes,
         "seconds": round(report.seconds, 3),
         "record": path,
     }
@@ -69,22 +73,37 @@ def _object(report: Report, path: str | None) -> dict[str, Any]:
 
 def run(args: argparse.Namespace) -> int:
     found = load_certificate()
-    if args.if_missing and found is not None and not (found.notes and available_cpus() > 1):
+    if args.if_missing and found is not None and not _would_find_more(found):
         print(json.dumps({"recorded": True}) if args.json else "the verdict for these kernels is recorded already")
         return 0
     types = None if args.types is None else [name.strip() for name in args.types.split(",") if name.strip()]
     finished = None if args.json else lambda verdict: print(_line(verdict), flush=True)
+    if not args.no_record:
+        record_target(kernel_fingerprint())  # refused now rather than after half a minute
     if not args.json and sys.stdout.isatty():
         print("running; about half a minute", file=sys.stderr)
-    report = run_suite(types, finished=finished)
-    path = None
-    if not args.no_record:
-        path = str(record_certificate(certificate(report, load_certificate(report.fingerprint))))
+    try:
+        report = run_suite(types, finished=finished)
+    except KeyboardInterrupt:
+        print("dgr selftest: interrupted; nothing was recorded", file=sys.stderr)
+        raise
+    notes, path, kept = list(report.notes), None, True
+    if not args.no_record and any(verdict.is_known for verdict in report.verdicts):
+        try:
+            path = str(record_certificate(certificate(report, load_certificate(report.fingerprint))))
+        except InputError as failed:
+            notes.append(str(failed))
+            kept = False
     if args.json:
-        print(json.dumps(_object(report, path)))
+        print(json.dumps(_object(report, notes, path)))
     else:
-        for note in report.notes:
+        for note in notes:
             print(f"note: {note}")
         recorded = "not recorded" if path is None else f"recorded in {path}"
         print(f"kernel fingerprint {report.fingerprint}, {report.seconds:.1f} s; {recorded}")
-    return 0 if report.passed else 1
+    return 0 if report.passed and kept else 1
+
+
+def _would_find_more(found: Certificate) -> bool:
+    """Whether something was not tested that might be now; several threads need several CPUs."""
+    return any(available_cpus() > 1 or not note.startswith(THREADS_NOTE) for note in found.notes)

@@ -6,17 +6,18 @@ types the record names: a kernel that nobody tested here is not promised.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
 
 from dgr.engine.native import kernel_fingerprint
-from dgr.errors import NumericsRefused
+from dgr.errors import InputError, NumericsRefused
 from dgr.model.cache import cache_dir
+from dgr.model.outputs import write_file
+from dgr.model.targets import Target, find_target
 
-__all__ = ["Certificate", "cache_dir", "load_certificate", "record_certificate", "require_certified"]
+__all__ = ["Certificate", "cache_dir", "load_certificate", "record_certificate", "record_target", "require_certified"]
 
 
 class Certificate(msgspec.Struct, frozen=True):
@@ -27,7 +28,7 @@ class Certificate(msgspec.Struct, frozen=True):
     weight_types: tuple[str, ...]
     #: Likewise K-cache types.
     k_types: tuple[str, ...]
-    #: Types that failed, with what differed.
+    #: Types that were found not to be exact, with what differed.
     failures: dict[str, str] = {}
     #: What the suite could not test, and why.
     notes: tuple[str, ...] = ()
@@ -42,19 +43,33 @@ def load_certificate(fingerprint: str | None = None) -> Certificate | None:
     fingerprint = fingerprint or kernel_fingerprint()
     try:
         certificate = msgspec.json.decode(_path(fingerprint).read_bytes(), type=Certificate)
-    except (FileNotFoundError, msgspec.DecodeError):
+    except (OSError, msgspec.DecodeError):  # what cannot be read is as good as not there
         return None
     return certificate if certificate.fingerprint == fingerprint else None
 
 
+def record_target(fingerprint: str) -> Target:
+    """Where a verdict goes. Raises :class:`~dgr.errors.InputError` when none can be kept there."""
+    path = _path(fingerprint)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return find_target(path)
+    except (OSError, InputError) as failed:
+        raise _not_kept(failed) from failed
+
+
 def record_certificate(certificate: Certificate) -> Path:
-    """Keep a verdict; gives the file's path."""
-    path = _path(certificate.fingerprint)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_suffix(f".{os.getpid()}.part")
-    part.write_bytes(msgspec.json.format(msgspec.json.encode(certificate), indent=2) + b"\n")
-    part.replace(path)
-    return path
+    """Keep a verdict; gives the file's path. Raises :class:`~dgr.errors.InputError`, and the old verdict stays."""
+    target = record_target(certificate.fingerprint)
+    try:
+        write_file(target, msgspec.json.format(msgspec.json.encode(certificate), indent=2) + b"\n")
+    except InputError as failed:
+        raise _not_kept(failed) from failed
+    return target.path
+
+
+def _not_kept(failed: Exception) -> InputError:
+    return InputError(f"the verdict on these kernels cannot be kept: {failed}; name another folder in DGR_CACHE_DIR")
 
 
 def require_certified(weight_types: Iterable[str], type_k: str) -> None:
@@ -66,12 +81,19 @@ def require_certified(weight_types: Iterable[str], type_k: str) -> None:
             " `dgr selftest numerics` once (about half a minute), or choose numerics = native"
         )
     if refused := sorted(set(weight_types) - set(certificate.weight_types)):
+        failed = [label for label in refused if f"weights {label}" in certificate.failures]
         raise NumericsRefused(
-            f"weight types {', '.join(refused)} are not exact on this machine; exact are"
+            f"weight types {', '.join(failed or refused)} {_verdict(bool(failed), many=True)} on this machine; exact are"
             f" {', '.join(certificate.weight_types) or 'none'} (dgr selftest numerics); use such weights, or numerics = native"
         )
     if type_k not in certificate.k_types:
         raise NumericsRefused(
-            f"K-cache type {type_k} is not exact on this machine; exact are {', '.join(certificate.k_types) or 'none'}"
-            " (dgr selftest numerics); use one of them, or numerics = native"
+            f"K-cache type {type_k} {_verdict(f'K cache {type_k}' in certificate.failures)} on this machine; exact are"
+            f" {', '.join(certificate.k_types) or 'none'} (dgr selftest numerics); use one of them, or numerics = native"
         )
+
+
+def _verdict(failed: bool, *, many: bool = False) -> str:
+    if failed:
+        return "are not exact" if many else "is not exact"
+    return "have not been tested" if many else "has not been tested"

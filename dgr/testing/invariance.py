@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Literal
+from typing import Any, Literal
 
 from attrs import evolve, frozen
 
@@ -25,7 +25,7 @@ from dgr.engine.base import ContextParams, LogitsWanted, Numerics, Work
 from dgr.engine.budget import available_cpus
 from dgr.engine.native import kernel_fingerprint
 from dgr.engine.numerics import Certificate
-from dgr.errors import DgrError, InputError
+from dgr.errors import DgrError, InputError, NonFinite
 from dgr.model.artifact import Artifact
 from dgr.model.ggml import GgmlType, parse_type
 from dgr.testing.chain import Chain, cut_at, some_tokens
@@ -36,6 +36,7 @@ from dgr.testing.models import cached_fixture
 __all__ = [
     "ESSENTIAL",
     "K_TYPES",
+    "THREADS_NOTE",
     "WEIGHT_TYPES",
     "Case",
     "Report",
@@ -69,6 +70,9 @@ _BUSY_FACTOR = 10.0
 _BUSY_SECONDS = 2.0
 #: Seconds after which no further type is run on several threads.
 _THREADS_BUDGET = 15.0
+
+#: How a note on types begins that were not run on several threads; other notes are on what was not run at all.
+THREADS_NOTE = "several threads"
 
 _upstream_log = logging.getLogger("dgr.llama_cpp")
 
@@ -113,10 +117,17 @@ class Verdict:
     #: Thread counts compared with one thread.
     threads: tuple[int, ...]
     seconds: float
+    #: Why it was not run to the end: no disk, no memory, no right. That says nothing about the kernels.
+    untested: str | None = None
 
     @property
     def exact(self) -> bool:
-        return not self.differences
+        return not self.differences and self.untested is None
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there is a verdict: bits differ, or everything was run and none does."""
+        return bool(self.differences) or self.untested is None
 
 
 @frozen
@@ -131,7 +142,7 @@ class Report:
 
     @property
     def passed(self) -> bool:
-        """Whether the essential types that were tested are exact."""
+        """Whether the essential types that were to be tested are exact."""
         return all(verdict.exact for verdict in self.verdicts if (verdict.case.kind, verdict.case.label) in ESSENTIAL)
 
 
@@ -193,13 +204,46 @@ def difference(rows: bytes, reference: bytes, row_bytes: int) -> str | None:
 # --- the suite --------------------------------------------------------------------------------------------------------
 
 
+class _Chains:
+    """The chains that are open, so that all their runs can be ended at once from another thread."""
+
+    def __init__(self) -> None:
+        self.ended = False
+        self._open: list[Chain] = []
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def open(self, *arguments: Any, **options: Any) -> Iterator[Chain]:
+        """As :func:`~dgr.testing.llama_chain.open_chain`, whatever the record says."""
+        with open_chain(*arguments, certified_only=False, **options) as chain:
+            with self._lock:
+                self._open.append(chain)
+                if self.ended:
+                    chain.engines[0].abort()
+            try:
+                yield chain
+            finally:
+                with self._lock:  # before the engines are freed
+                    self._open.remove(chain)
+
+    def end(self) -> None:
+        """Let every run in progress, and all later ones, fail."""
+        with self._lock:
+            self.ended = True
+            for chain in self._open:
+                for engine in chain.engines:
+                    engine.abort()
+
+
 class _Run:
     """A case under way: the reference it is held against, and what differed."""
 
-    def __init__(self, case: Case, numerics: Numerics) -> None:
+    def __init__(self, case: Case, numerics: Numerics, chains: _Chains) -> None:
         self.case = case
+        self._chains = chains
         self.context = evolve(case.context, numerics=numerics)
         self.differences: list[str] = []
+        self.untested: str | None = None
         self.threads: list[int] = []
         self.seconds = 0.0
         self.single_seconds = 0.0
@@ -224,12 +268,14 @@ class _Run:
 
     @contextmanager
     def clocked(self) -> Iterator[None]:
-        """Count the time, and take a failure of the engine as a finding."""
+        """Count the time. What differs is a finding, and so are NaN and Inf; what could not be run is none."""
         began = time.monotonic()
         try:
             yield
-        except DgrError as error:
-            self.differences.append(f"does not run: {error}")
+        except NonFinite as error:
+            self.differences.append(str(error))
+        except (DgrError, OSError, MemoryError) as error:
+            self.untested = str(error) or type(error).__name__
         finally:
             self.seconds += time.monotonic() - began
 
@@ -237,16 +283,16 @@ class _Run:
         """Everything that needs one thread."""
         with self.clocked():
             tokens, ranges = self.tokens, cut_at(_LAYERS, (_CUT,))
-            with open_chain(self.artifact, None, self.context, certified_only=False) as chain:
+            with self._chains.open(self.artifact, None, self.context) as chain:
                 began = time.monotonic()
                 self.reference = chain.feed(tokens, chunk=len(tokens))
                 self.single_seconds = time.monotonic() - began
                 for chunk in self.case.chunks:
                     chain.close()
                     self.hold(f"chunks of {chunk}", chain.feed(tokens, chunk=chunk))
-            with open_chain(self.artifact, None, evolve(self.context, n_seq_max=3), certified_only=False) as chain:
+            with self._chains.open(self.artifact, None, evolve(self.context, n_seq_max=3)) as chain:
                 self.hold("beside other sequences", beside_others(chain, tokens))
-            with open_chain(self.artifact, ranges, self.context, certified_only=False) as chain:
+            with self._chains.open(self.artifact, ranges, self.context) as chain:
                 self.hold(f"split at layer {_CUT}, chunks of 64", chain.feed(tokens, chunk=64))
             if self.case.runs_without_flash:
                 self._without_flash(tokens)
@@ -254,22 +300,19 @@ class _Run:
     def _without_flash(self, tokens: Sequence[int]) -> None:
         """Without flash attention the numbers are others, and as steady."""
         context = evolve(self.context, flash_attn=False)
-        with open_chain(self.artifact, None, context, certified_only=False) as chain:
+        with self._chains.open(self.artifact, None, context) as chain:
             reference = chain.feed(tokens, chunk=len(tokens))
             chain.close()
             self.hold("without flash attention, chunks of 5", chain.feed(tokens, chunk=5), reference)
             chain.close()
             self.hold("without flash attention, single tokens", in_pieces(chain, tokens), reference)
 
-    def several_threads(self, threads: int) -> bool:
-        """On several threads; False when no verdict came because the cores are not free."""
+    def several_threads(self, threads: int) -> str | None:
+        """On several threads; says why there is no verdict when none came."""
         limit = _BUSY_SECONDS + _BUSY_FACTOR * self.single_seconds
         busy = threading.Event()
         rows: bytes | None = None
-        with (
-            self.clocked(),
-            open_chain(self.artifact, None, self.context, threads=threads, certified_only=False) as chain,
-        ):
+        with self.clocked(), self._chains.open(self.artifact, None, self.context, threads=threads) as chain:
 
             def give_up() -> None:
                 busy.set()
@@ -290,29 +333,38 @@ class _Run:
         if rows is not None:
             self.hold(f"{threads} threads", rows)
             self.threads.append(threads)
-        return not busy.is_set()
+            return None
+        why, self.untested = self.untested, None  # what one thread found stands
+        return "the CPUs are busy" if busy.is_set() else why
 
     def verdict(self) -> Verdict:
-        return Verdict(self.case, tuple(self.differences), tuple(self.threads), self.seconds)
+        return Verdict(self.case, tuple(self.differences), tuple(self.threads), self.seconds, self.untested)
 
 
-def _run_threads(runs: Sequence[_Run], n_cpus: int, finished: Callable[[Verdict], None]) -> list[str]:
-    """Run each case on several threads, alone on the machine; gives notes on what was left out."""
+def _run_threads(
+    runs: Sequence[_Run], n_cpus: int, finished: Callable[[Verdict], None], pool: ThreadPoolExecutor
+) -> list[str]:
+    """Run each case on several threads, alone on the machine; returns notes on what was left out.
+
+    In the pool: the main thread only waits, so that it hears an interrupt.
+    """
     counts = [count for count in (2, 3) if count == 2 or count < n_cpus]
     deadline = time.monotonic() + _THREADS_BUDGET
     why = None if n_cpus >= 2 else "this process may use one CPU only"
     skipped = []
     for run in runs:
-        for threads in counts if run.reference else ():
+        for threads in counts if run.reference and run.untested is None else ():
             if why is None and time.monotonic() > deadline:
                 why = f"the types before them took over {_THREADS_BUDGET:.0f} s; the CPUs are busy"
-            if why is None and not run.several_threads(threads):
-                why = "the CPUs are busy"
+            if why is None:
+                why = pool.submit(run.several_threads, threads).result()
             if why is not None:
                 skipped.append(run.case.label)
                 break
         finished(run.verdict())
-    return [f"several threads: not tested for {', '.join(dict.fromkeys(skipped))}: {why}"] if skipped else []
+    untested = [f"{_name(run.case)}: not tested: {run.untested}" for run in runs if run.untested is not None]
+    threads_of = ", ".join(dict.fromkeys(skipped))
+    return untested + ([f"{THREADS_NOTE}: not tested for {threads_of}: {why}"] if skipped else [])
 
 
 def run_suite(
@@ -328,25 +380,37 @@ def run_suite(
     suite would find without the reference kernels.
     """
     began, n_cpus = time.monotonic(), available_cpus()
-    runs = [_Run(case, numerics) for case in select(types)]
+    chains = _Chains()
+    runs = [_Run(case, numerics, chains) for case in select(types)]
     with ThreadPoolExecutor(workers or min(n_cpus, 4)) as pool:
-        for done in [pool.submit(run.single_thread) for run in runs]:
-            done.result()
-    notes = _run_threads(runs, n_cpus, finished or (lambda _: None))
+        try:
+            for done in [pool.submit(run.single_thread) for run in runs]:
+                done.result()
+            notes = _run_threads(runs, n_cpus, finished or (lambda _: None), pool)
+        except BaseException:  # an interrupt: leaving the pool would wait for all that was submitted
+            _upstream_log.disabled = True
+            chains.end()
+            pool.shutdown(cancel_futures=True)
+            _upstream_log.disabled = False
+            raise
     return Report(kernel_fingerprint(), tuple(run.verdict() for run in runs), tuple(notes), time.monotonic() - began)
 
 
 def certificate(report: Report, previous: Certificate | None = None) -> Certificate:
-    """The record of a report. Types it did not test keep the verdict of ``previous``, if that is of these kernels."""
+    """The record of a report. Types it did not test, or not to the end, keep the verdict of ``previous``.
+
+    That counts only if it is of these kernels.
+    """
     if previous is not None and previous.fingerprint != report.fingerprint:
         previous = None
-    tested = {(verdict.case.kind, verdict.case.label) for verdict in report.verdicts}
-    exact = {(verdict.case.kind, verdict.case.label) for verdict in report.verdicts if verdict.exact}
-    failures = {_name(verdict.case): "; ".join(verdict.differences) for verdict in report.verdicts if not verdict.exact}
+    known = [verdict for verdict in report.verdicts if verdict.is_known]
+    tested = {(verdict.case.kind, verdict.case.label) for verdict in known}
+    exact = {(verdict.case.kind, verdict.case.label) for verdict in known if verdict.exact}
+    failures = {_name(verdict.case): "; ".join(verdict.differences) for verdict in known if verdict.differences}
     if previous is not None:
         exact |= {("weights", label) for label in previous.weight_types} - tested
         exact |= {("k_cache", label) for label in previous.k_types} - tested
-        again = {_name(verdict.case) for verdict in report.verdicts}
+        again = {_name(verdict.case) for verdict in known}
         failures |= {name: text for name, text in previous.failures.items() if name not in again}
     return Certificate(
         report.fingerprint,

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import inspect
+import os
+import shutil
+import tempfile
 import threading
 from functools import lru_cache
 from pathlib import Path
@@ -44,6 +48,22 @@ def _writer_digest() -> str:
     return digest.hexdigest()
 
 
+def _can_write(folder: Path) -> bool:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return os.access(folder, os.W_OK | os.X_OK)
+
+
+@lru_cache(maxsize=1)
+def _own_folder() -> Path:
+    """Where the cache cannot be written: a folder that goes with this process."""
+    folder = tempfile.mkdtemp(prefix="dgr-fixtures-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return Path(folder)
+
+
 def cached_fixture(
     weights: str = "f32", *, preset: str | None = None, layers: int = 43, mtp: bool = False, seed: int = 0
 ) -> Path:
@@ -57,6 +77,9 @@ def cached_fixture(
     with _writing:
         if path.exists():
             return path
-        folder.mkdir(parents=True, exist_ok=True)
+        if not _can_write(folder):
+            path = _own_folder() / path.name
+            if path.exists():
+                return path
         fixture.write_fixture(path, weights=weights, preset=preset, layers=layers, mtp=mtp, seed=seed)
     return path

@@ -100,10 +100,16 @@ def test_exact_refuses_types_that_are_not_exact_here(model, exact_here, tmp_path
     with pytest.raises(NumericsRefused, match=f"{exact_here.fingerprint}.*dgr selftest numerics"):
         LlamaEngine(path, None, CONTEXT)
 
-    record_certificate(Certificate(exact_here.fingerprint, ("f32", "q8_0"), ("f16",)))
-    with pytest.raises(NumericsRefused, match="bf16, mxfp4 are not exact on this machine; exact are f32, q8_0"):
+    failures = {"weights bf16": "3 of 160 rows differ", "K cache f32": "does not run"}
+    record_certificate(Certificate(exact_here.fingerprint, ("f32", "q8_0"), ("f16",), failures))
+    with pytest.raises(NumericsRefused, match="types bf16 are not exact on this machine; exact are f32, q8_0"):
         LlamaEngine(path, None, CONTEXT)
     with pytest.raises(NumericsRefused, match="type f32 is not exact on this machine; exact are f16"):
+        LlamaEngine(of_f32, None, evolve(CONTEXT, type_k="f32"))
+    record_certificate(Certificate(exact_here.fingerprint, ("f32", "q8_0"), ("f16",)))
+    with pytest.raises(NumericsRefused, match="bf16, mxfp4 have not been tested on this machine; exact are f32, q8_0"):
+        LlamaEngine(path, None, CONTEXT)
+    with pytest.raises(NumericsRefused, match="type f32 has not been tested on this machine; exact are f16"):
         LlamaEngine(of_f32, None, evolve(CONTEXT, type_k="f32"))
     LlamaEngine(path, None, evolve(CONTEXT, numerics=Numerics.NATIVE)).stop()
     LlamaEngine(of_f32, None, CONTEXT).stop()

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
+import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from attrs import evolve
@@ -13,10 +17,14 @@ from dgr.cli import main
 from dgr.engine.base import Numerics
 from dgr.engine.native import kernel_fingerprint
 from dgr.engine.numerics import Certificate, load_certificate, record_certificate
-from dgr.errors import InputError
+from dgr.errors import InputError, NonFinite
 from dgr.testing import invariance
-from dgr.testing.invariance import Case, Report, certificate, run_suite, select
+from dgr.testing.chain import Chain
+from dgr.testing.invariance import Case, Report, Verdict, certificate, run_suite, select
+from dgr.testing.limits import limited_files
 from dgr.testing.models import cached_fixture
+
+ONE = Verdict(Case("weights", "f32"), (), (), 0.1)
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -99,12 +107,128 @@ def test_threads_are_not_tested_on_one_cpu(exact: Report):
     assert exact.notes == ("several threads: not tested for q8_0: this process may use one CPU only",)
 
 
-def test_a_type_that_does_not_run_is_not_exact(monkeypatch: pytest.MonkeyPatch):
+def test_a_type_that_could_not_be_run_keeps_its_old_verdict(monkeypatch: pytest.MonkeyPatch):
+    """Want of disk, memory or rights says nothing about kernels."""
     monkeypatch.setattr(invariance, "_CONTEXT", evolve(invariance._CONTEXT, n_batch=100, n_ubatch=100))
     report = run_suite(["bf16"])
     (verdict,) = report.verdicts
-    assert verdict.differences[0].startswith("does not run: ")
-    assert certificate(report).failures == {"weights bf16": verdict.differences[0]}
+    assert (verdict.exact, verdict.is_known, verdict.differences) == (False, False, ())
+    assert verdict.untested is not None
+    assert report.notes == (f"weights bf16: not tested: {verdict.untested}",)
+    for before in (("bf16",), ()):
+        old = Certificate(report.fingerprint, before, ("f16",), {} if before else {"weights bf16": "1 of 160 rows"})
+        new = certificate(report, old)
+        assert (new.weight_types, new.k_types, new.failures) == (old.weight_types, old.k_types, old.failures)
+        assert new.notes == report.notes
+
+
+@pytest.mark.parametrize(
+    "failure", [OSError(28, "No space left on device"), MemoryError(), InputError("no such place")]
+)
+def test_a_model_that_cannot_be_written_is_no_finding(failure: Exception, monkeypatch: pytest.MonkeyPatch):
+    def fail(*_: object, **__: object) -> None:
+        raise failure
+
+    monkeypatch.setattr(invariance, "cached_fixture", fail)
+    report = run_suite(["f32"])
+    assert not report.passed  # essential, and nobody knows
+    assert all(not verdict.is_known for verdict in report.verdicts)
+    assert all(str(failure) in note or "MemoryError" in note for note in report.notes)
+    assert certificate(report, Certificate(report.fingerprint, ("f32",), ("f32",))).weight_types == ("f32",)
+
+
+def test_differing_bits_are_a_failure_whatever_came_after(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(invariance, "beside_others", lambda *_: fail_for_want_of_memory())
+
+    def fail_for_want_of_memory() -> bytes:
+        raise MemoryError
+
+    report = run_suite(["bf16"], numerics=Numerics.NATIVE)
+    (verdict,) = report.verdicts
+    assert verdict.differences
+    assert verdict.untested == "MemoryError"
+    assert set(certificate(report, Certificate(report.fingerprint, ("bf16",), ())).failures) >= {"weights bf16"}
+    assert certificate(report, Certificate(report.fingerprint, ("bf16",), ())).weight_types == ()
+
+
+def test_no_number_is_a_finding_about_the_kernels(monkeypatch: pytest.MonkeyPatch):
+    def no_number(*_: object) -> bytes:
+        raise NonFinite("NaN or Inf in the logits")
+
+    monkeypatch.setattr(invariance, "beside_others", no_number)
+    (verdict,) = run_suite(["bf16"]).verdicts
+    assert verdict.differences == ("NaN or Inf in the logits",)
+
+
+def test_nothing_found_is_nothing_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    monkeypatch.setenv("DGR_CACHE_DIR", str(tmp_path / "cache"))
+    untested = evolve(ONE, untested="no disk")
+    report = Report(kernel_fingerprint(), (untested,), ("weights f32: not tested: no disk",), 0.0)
+    monkeypatch.setattr("dgr.cli.selftest.run_suite", lambda *_, **__: report)
+    assert main(["selftest", "numerics"]) == 1
+    text = capsys.readouterr().out
+    assert "note: weights f32: not tested: no disk" in text
+    assert "not recorded" in text
+    assert load_certificate() is None
+
+
+def test_a_verdict_that_cannot_be_kept_is_told_and_the_old_one_stays(tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.setenv("DGR_CACHE_DIR", str(tmp_path))
+    before = Certificate(kernel_fingerprint(), ("f32", "bf16"), ("f16",))
+    record_certificate(before)
+    monkeypatch.setattr("dgr.cli.selftest.run_suite", lambda *_, **__: Report(kernel_fingerprint(), (ONE,), (), 0.0))
+    with limited_files(64):
+        assert main(["selftest", "numerics"]) == 1
+    assert "note: the verdict on these kernels cannot be kept" in capsys.readouterr().out
+    assert load_certificate() == before
+    assert list((tmp_path / "numerics").iterdir()) == [tmp_path / "numerics" / f"{kernel_fingerprint()}.json"]
+
+
+def test_a_place_without_room_for_a_verdict_is_told_before_the_work(tmp_path: Path, monkeypatch, capsys):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("DGR_CACHE_DIR", str(tmp_path / "file"))
+    monkeypatch.setattr("dgr.cli.selftest.run_suite", lambda *_, **__: pytest.fail("it ran"))
+    assert main(["selftest", "numerics"]) == 2
+    assert "cannot be kept" in capsys.readouterr().err
+
+
+def test_an_interrupt_ends_every_run_at_once(monkeypatch: pytest.MonkeyPatch):
+    """Without being told, each case would go on to its end, and those that wait would begin."""
+    began, ended = threading.Event(), list[str]()
+    real = Chain.feed
+
+    def feed(self: Chain, *arguments: object, **options: object) -> bytes:
+        began.set()
+        while not ended:  # for ever, but for the abort
+            real(self, *arguments, **options)
+            self.close()
+        return b""
+
+    monkeypatch.setattr(Chain, "feed", feed)
+    interrupt = threading.Thread(target=lambda: began.wait(60) and os.kill(os.getpid(), signal.SIGINT))
+    guard = threading.Timer(30, ended.append, ["nobody ended it"])
+    guard.start()
+    interrupt.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_suite(["bf16", "f16", "f32", "q8_0"])
+        assert ended == []
+    finally:
+        ended.append("over")
+        guard.cancel()
+        guard.join()
+        interrupt.join()
+    assert not [thread for thread in threading.enumerate() if "ThreadPool" in thread.name]
+
+
+def test_an_interrupted_command_says_so(tmp_path: Path, monkeypatch, capsys):
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setenv("DGR_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr("dgr.cli.selftest.run_suite", interrupted)
+    assert main(["selftest", "numerics"]) == 130
+    assert capsys.readouterr().err == "dgr selftest: interrupted; nothing was recorded\n"
 
 
 def test_the_command(tmp_path, monkeypatch, capsys):
@@ -142,7 +266,8 @@ def test_a_record_with_something_untested_is_made_again(tmp_path, monkeypatch, c
         "dgr.cli.selftest.run_suite", lambda *_, **__: ran.append(1) or Report(kernel_fingerprint(), (), (), 0.0)
     )
     command = ["selftest", "numerics", "--if-missing"]
-    for notes, cpus, times in ((("several threads: not tested",), 2, 1), ((), 2, 0), (("one CPU",), 1, 0)):
+    threads, disk = "several threads: not tested for f16", "weights f16: not tested: No space left on device"
+    for notes, cpus, times in (((threads,), 2, 1), ((), 2, 0), ((threads,), 1, 0), ((disk,), 1, 1)):
         record_certificate(Certificate(kernel_fingerprint(), ("f32",), ("f16",), notes=notes))
         monkeypatch.setattr("dgr.cli.selftest.available_cpus", lambda cpus=cpus: cpus)
         ran.clear()
