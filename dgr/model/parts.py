@@ -16,7 +16,7 @@ from pathlib import Path
 from attrs import frozen
 
 from dgr.errors import ArtifactError
-from dgr.model.gguf import GgufFile, TensorInfo, ValueType, read_gguf
+from dgr.model.gguf import GgufFile, TensorInfo, ValueType, aligned, read_gguf
 
 __all__ = ["SPLIT_COUNT", "SPLIT_NO", "SPLIT_TENSORS", "Parts", "part_name", "read_parts"]
 
@@ -25,6 +25,7 @@ SPLIT_COUNT = "split.count"
 SPLIT_TENSORS = "split.tensors.count"
 #: Metadata type of each, which llama.cpp compares.
 _TYPES = {SPLIT_NO: ValueType.UINT16, SPLIT_COUNT: ValueType.UINT16, SPLIT_TENSORS: ValueType.INT32}
+_MAGIC = b"GGUF"
 _NAME = re.compile(r"(?P<stem>.+)-(?P<no>\d{5})-of-(?P<count>\d{5})\.gguf", re.DOTALL)
 
 
@@ -74,11 +75,13 @@ def read_parts(path: str | os.PathLike[str]) -> Parts:
     if count <= 1:
         alone = first.path.with_name(first.path.name.removesuffix(".gguf"))
         return Parts((first.path,), (first,), alone, len(first.tensors))
+    _refuse_joined(first, count)
     stem = _stem(first, count)
     paths = tuple(first.path.with_name(part_name(stem, index, count)) for index in range(count))
     n_tensors = _split_number(first, SPLIT_TENSORS)
     files = {0: first} | {index: read_gguf(paths[index]) for index in range(1, count) if paths[index].exists()}
     for file in files.values():
+        _refuse_joined(file, count)
         _check_alike(file, first)
     _check_places(files)
     _check_tensors(files, count, n_tensors)
@@ -95,6 +98,22 @@ def _split_number(file: GgufFile, key: str) -> int:
             " split the model again"
         )
     return stored.value
+
+
+def _refuse_joined(file: GgufFile, count: int) -> None:
+    """Refuse parts that were put together as bytes: behind the tensors of one begins the header of the next."""
+    end = max((tensor.offset + tensor.n_bytes for tensor in file.tensors.values()), default=file.data_offset)
+    try:
+        with file.path.open("rb") as data:
+            for begin in (end, aligned(end, file.alignment)):
+                data.seek(begin)
+                if data.read(len(_MAGIC)) == _MAGIC:
+                    raise ArtifactError(
+                        f"{file.path}: another GGUF begins at byte {begin}: parts of a model ({count} in all) were joined as"
+                        " bytes, as by cat, which does not make a model; cut it again with gguf-split, or fetch the parts"
+                    )
+    except OSError as failed:
+        raise ArtifactError(f"{file.path}: cannot be read: {failed.strerror or failed}; check the path") from failed
 
 
 def _stem(first: GgufFile, count: int) -> str:

@@ -89,6 +89,18 @@ def test_a_first_part_by_another_name(parts: Parts, tmp_path: Path) -> None:
         Artifact.open(tmp_path / "second.gguf")
 
 
+@pytest.mark.parametrize("order", [(1, 2, 3, 4), (1, 2), (2, 3), (4, 1), (1, 1)])
+@pytest.mark.parametrize("name", ["joined.gguf", "min-00001-of-00004.gguf", "min-00002-of-00004.gguf"])
+def test_parts_joined_as_bytes_are_called_that(parts: Parts, tmp_path: Path, order: tuple[int, ...], name: str) -> None:
+    """The advice to rename such a file would not help."""
+    content = b"".join(parts(number).read_bytes() for number in order)
+    path = parts(1).with_name(name)
+    path.write_bytes(content)
+    opened = parts(1) if name.startswith("min-") else path
+    with pytest.raises(ArtifactError, match=rf"{name}: another GGUF begins .* cut it again with gguf-split, or fetch"):
+        Artifact.open(opened)
+
+
 def test_a_missing_part_is_named_where_it_is_needed(parts: Parts) -> None:
     whole = Artifact.open(parts(1))
     held = {
