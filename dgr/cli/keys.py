@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dgr.errors import InputError
+from dgr.model.outputs import NewFile, write_new_files
+from dgr.wire.tcp import check_private_key
 
 if TYPE_CHECKING:
     from cryptography import x509
@@ -19,9 +21,10 @@ if TYPE_CHECKING:
 
 __all__ = ["make_keys", "register", "run"]
 
-#: A host name, or a part of one; what else a certificate could name nobody can dial.
+#: A host name, or a part of one; what else a certificate could name nobody can dial. With the underscores that container
+#: tools put into names.
 _NAME = re.compile(
-    r"(?=.{1,253}$)[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?(\.[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?)*"
+    r"(?=.{1,253}$)[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?(\.[A-Za-z0-9_]([A-Za-z0-9_-]{0,61}[A-Za-z0-9_])?)*"
 )
 #: Certificates of the CA hold ten times as long as those of hosts; a century is more than anyone's cluster.
 _MOST_DAYS = 36_500
@@ -57,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
 def make_keys(folder: Path, hosts: list[str], days: int) -> list[Path]:
     """Make certificates for hosts; an existing CA is used again. Gives the paths written.
 
-    Raises :class:`InputError`; no certificate was written then.
+    Raises :class:`~dgr.errors.InputError`; no file was written then.
     """
     try:
         from cryptography.hazmat.primitives.asymmetric import ec
@@ -69,12 +72,12 @@ def make_keys(folder: Path, hosts: list[str], days: int) -> list[Path]:
                 f"{host!r} is no host name or IP address; name hosts as stages are reached, without a port"
             )
         for path in (folder / f"{host}.pem", folder / f"{host}.key"):
-            if path.exists():
+            if os.path.lexists(path):
                 raise InputError(
                     f"{path} exists already; remove {host}.pem and {host}.key to make a new certificate for {host}"
                 )
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    written: list[Path] = []
+    _make_folder(folder)
+    files: list[NewFile] = []
     ca_path, ca_key_path = folder / "ca.pem", folder / "ca.key"
     if ca_path.exists() != ca_key_path.exists():
         raise InputError(f"{folder} holds only one of ca.pem and ca.key; restore the other, or choose an empty folder")
@@ -83,12 +86,22 @@ def make_keys(folder: Path, hosts: list[str], days: int) -> list[Path]:
     else:
         ca_key = ec.generate_private_key(ec.SECP256R1())
         ca = _certificate("dgr cluster CA", [], ca_key, None, ca_key, days * 10)
-        written += _write(ca_path, ca, ca_key_path, ca_key)
+        files += _pair(ca_path, ca, ca_key_path, ca_key)
     for host in dict.fromkeys(hosts):
         key = ec.generate_private_key(ec.SECP256R1())
         certificate = _certificate(host, [host], key, ca, ca_key, days)
-        written += _write(folder / f"{host}.pem", certificate, folder / f"{host}.key", key)
-    return written
+        files += _pair(folder / f"{host}.pem", certificate, folder / f"{host}.key", key)
+    write_new_files(files)
+    return [new.path for new in files]
+
+
+def _make_folder(folder: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    except OSError as failed:
+        raise InputError(
+            f"the folder {folder} cannot be made: {failed.strerror or failed}; give another --out"
+        ) from failed
 
 
 def _is_host(text: str) -> bool:
@@ -104,10 +117,11 @@ def _load(path: Path, key_path: Path) -> tuple[x509.Certificate, ec.EllipticCurv
     from cryptography.hazmat.primitives.asymmetric import ec
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
+    check_private_key(key_path)
     try:
         key = load_pem_private_key(key_path.read_bytes(), password=None)
         certificate = x509.load_pem_x509_certificate(path.read_bytes())
-    except (ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError) as error:
         raise InputError(f"cannot read the CA of {path} and {key_path}: {error}; choose another folder") from error
     if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != certificate.public_key():
         raise InputError(f"{key_path} is not the elliptic-curve key of {path}; choose another folder for a new CA")
@@ -176,12 +190,8 @@ def _san(host: str) -> x509.GeneralName:
         return x509.DNSName(host)
 
 
-def _write(path: Path, certificate: x509.Certificate, key_path: Path, key: ec.EllipticCurvePrivateKey) -> list[Path]:
+def _pair(path: Path, certificate: x509.Certificate, key_path: Path, key: ec.EllipticCurvePrivateKey) -> list[NewFile]:
     from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
     pem = key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
-    descriptor = os.open(key_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(pem)
-    path.write_bytes(certificate.public_bytes(Encoding.PEM))
-    return [path, key_path]
+    return [NewFile(path, certificate.public_bytes(Encoding.PEM)), NewFile(key_path, pem, mode=0o600)]

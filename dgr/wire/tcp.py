@@ -8,6 +8,7 @@ from __future__ import annotations
 import ipaddress
 import re
 import ssl
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeAlias
@@ -21,6 +22,7 @@ __all__ = [
     "Credentials",
     "Transport",
     "accept_tls",
+    "check_private_key",
     "dial",
     "is_loopback",
     "listen",
@@ -48,6 +50,8 @@ class Credentials:
         context = ssl.SSLContext(purpose)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.verify_mode = ssl.CERT_REQUIRED
+        context.hostname_checks_common_name = False  # a certificate is of the hosts it lists, never of its own title
+        check_private_key(self.key)
         try:
             context.load_verify_locations(self.ca)
             # A key with a pass phrase is an error: OpenSSL would ask for it on the terminal.
@@ -57,6 +61,19 @@ class Credentials:
                 f"cannot load TLS credentials {self.ca}, {self.certificate}, {self.key}: {error}; `dgr keys` makes a set"
             ) from error
         return context
+
+
+def check_private_key(key: Path) -> None:
+    """Refuse a private key that every user of this host may read or replace. Raises :class:`~dgr.errors.InputError`."""
+    try:
+        mode = stat.S_IMODE(key.stat().st_mode)
+    except OSError:
+        return  # loading it says why
+    if mode & 0o007:
+        raise InputError(
+            f"{key}: mode {mode:04o} lets every user of this host use the private key; run chmod 600 on it, and make another"
+            " one (`dgr keys`) where others may have read it"
+        )
 
 
 def parse_address(text: str) -> tuple[str, int]:

@@ -14,7 +14,8 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 
 from dgr.cli import keys
 from dgr.errors import InputError
-from dgr.wire.tcp import Credentials
+from dgr.testing.limits import limited_files
+from dgr.wire.tcp import Credentials, parse_address
 
 
 def certificate(path: Path) -> x509.Certificate:
@@ -124,6 +125,81 @@ def test_days_that_cannot_be_are_refused(days: str, run: Callable, tmp_path: Pat
     assert f"--days is {days}; give 1 to 36500" in result.err
 
 
+@pytest.mark.parametrize("host", ["my_stage_1", "_a", "a_", "a_b.my_net", "A_1"])
+def test_names_that_container_tools_make_have_certificates(host: str, run: Callable, tmp_path: Path) -> None:
+    assert run("keys", "--out", tmp_path, host).code == 0
+    assert names(tmp_path / f"{host}.pem") == [host]
+    parse_address(f"{host}:7701")  # as a route file has it
+    credentials = Credentials(*(tmp_path / name for name in ("ca.pem", f"{host}.pem", f"{host}.key")))
+    server, client = credentials.context(server=True), credentials.context(server=False)
+    assert _greet(client, server, host) == "TLSv1.3"
+    with pytest.raises(ssl.SSLCertVerificationError):
+        _greet(client, server, f"x{host}")
+
+
+def test_a_certificate_is_of_the_hosts_it_lists_and_not_of_its_own_title(run: Callable, tmp_path: Path) -> None:
+    """OpenSSL falls back on the common name where there is no list, unless it is told not to."""
+    run("keys", "a", "--out", tmp_path)
+    ca, ca_key = keys._load(tmp_path / "ca.pem", tmp_path / "ca.key")
+    key = ec.generate_private_key(ec.SECP256R1())
+    titled = keys._certificate("stage.lan", [], key, ca, ca_key, 1)
+    (tmp_path / "t.pem").write_bytes(titled.public_bytes(Encoding.PEM))
+    (tmp_path / "t.key").write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    (tmp_path / "t.key").chmod(0o600)
+    server = Credentials(*(tmp_path / name for name in ("ca.pem", "t.pem", "t.key"))).context(server=True)
+    client = Credentials(*(tmp_path / name for name in ("ca.pem", "a.pem", "a.key"))).context(server=False)
+    with pytest.raises(ssl.SSLCertVerificationError):
+        _greet(client, server, "stage.lan")
+
+
+@pytest.mark.parametrize(
+    ("mode", "taken"), [(0o600, True), (0o400, True), (0o640, True), (0o644, False), (0o602, False)]
+)
+def test_a_private_key_that_every_user_may_use_is_refused(
+    mode: int, taken: bool, run: Callable, tmp_path: Path
+) -> None:
+    run("keys", "a", "--out", tmp_path)
+    (tmp_path / "link.key").symlink_to("a.key")
+    (tmp_path / "a.key").chmod(mode)
+    for name in ("a.key", "link.key"):
+        credentials = Credentials(tmp_path / "ca.pem", tmp_path / "a.pem", tmp_path / name)
+        if taken:
+            credentials.context(server=True)
+        else:
+            with pytest.raises(InputError, match=rf"{name}: mode {mode:04o} lets every user .* chmod 600"):
+                credentials.context(server=True)
+
+
+def test_the_key_of_a_ca_that_every_user_can_read_signs_nothing(run: Callable, tmp_path: Path) -> None:
+    run("keys", "a", "--out", tmp_path)
+    (tmp_path / "ca.key").chmod(0o644)
+    result = run("keys", "b", "--out", tmp_path)
+    assert result.code == 2
+    assert "ca.key: mode 0644 lets every user" in result.err
+    assert not (tmp_path / "b.pem").exists()
+
+
+@pytest.mark.parametrize("room", [0, 100, 300])
+def test_a_full_disk_leaves_no_file_and_blocks_nothing(room: int, run: Callable, tmp_path: Path) -> None:
+    with limited_files(room):
+        result = run("keys", "a", "b", "--out", tmp_path)
+    assert result.code == 2
+    assert "cannot be written: File too large" in result.err
+    assert list(tmp_path.iterdir()) == []
+    assert run("keys", "a", "b", "--out", tmp_path).code == 0
+
+
+@pytest.mark.parametrize("place", ["a file", "a device", "below a file", "a dangling link"])
+def test_a_place_that_is_no_folder_is_refused(place: str, run: Callable, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"old")
+    (tmp_path / "link").symlink_to("absent")
+    out = {"a file": tmp_path / "file", "a device": "/dev/null", "below a file": tmp_path / "file" / "x"}
+    result = run("keys", "a", "--out", out.get(place, tmp_path / "link"))
+    assert result.code == 2
+    assert "cannot be made" in result.err
+    assert (tmp_path / "file").read_bytes() == b"old"
+
+
 def test_days_hold(run: Callable, tmp_path: Path) -> None:
     assert run("keys", "a", "--days", "36500", "--out", tmp_path).code == 0
     one = certificate(tmp_path / "a.pem")
@@ -157,6 +233,7 @@ def test_an_expired_ca_is_refused(tmp_path: Path) -> None:
     expired = keys._certificate("dgr cluster CA", [], key, None, key, 0)  # over as it is made
     (tmp_path / "ca.pem").write_bytes(expired.public_bytes(Encoding.PEM))
     (tmp_path / "ca.key").write_bytes(key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()))
+    (tmp_path / "ca.key").chmod(0o600)
     with pytest.raises(InputError, match="expired on"):
         keys.make_keys(tmp_path, ["a"], 1)
 

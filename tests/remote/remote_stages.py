@@ -212,6 +212,7 @@ class Authority:
         certificate, key = self._folder / f"{self._count}.pem", self._folder / f"{self._count}.key"
         issued.cert_chain_pems[0].write_to_path(certificate)
         issued.private_key_pem.write_to_path(key)
+        key.chmod(0o600)
         return Credentials(self.ca, certificate, key)
 
     def policy(self, *names: str, **options) -> LinkPolicy:
