@@ -81,7 +81,7 @@ class RouteDown:
 Event: TypeAlias = Prefilled | StateLost | RePrefilled | Cancelled | RouteChanged | RouteDown
 
 #: Events kept for a subscriber that does not read; later ones are dropped.
-_KEPT = 4096
+KEPT_EVENTS = 4096
 
 
 class EventHub:
@@ -92,7 +92,7 @@ class EventHub:
 
     def subscribe(self) -> trio.MemoryReceiveChannel[Event]:
         """A channel of everything from now on; it ends with the pipeline."""
-        send, receive = trio.open_memory_channel[Event](_KEPT)
+        send, receive = trio.open_memory_channel[Event](KEPT_EVENTS)
         self._subscribers.append(send)
         return receive
 

@@ -1,109 +1,64 @@
 """dgr inside an asyncio program: the same pipeline, sessions and tokens, awaited from asyncio.
 
-A trio loop runs in a thread of its own behind anyio's blocking portal (extra ``asyncio``). Results, errors and
-cancellation cross both ways: a cancelled ``await`` cancels the work on the other side and returns when that has ended, so
-that the session is ready for its next turn.
+A trio loop runs in a thread of its own, one for each pipeline (:mod:`dgr.serving.bridge`). Results, errors and cancellation
+cross both ways: a cancelled ``await`` cancels the work on the other side and returns when that has ended, so that the
+session is ready for its next turn. Nothing is lost on the way: a token that was drawn as its wait was cancelled is in the
+transcript, and the next ``__anext__`` returns it.
 
     async with embed.open_pipeline("model.gguf", "0:15,15:29,29:43") as pipeline:
         async with pipeline.session() as session:
             async for token in await session.generate("Hello", max_tokens=32):
                 print(token.text, end="")
+
+Leaving the pipeline's block always returns, whatever is still open in it: from then on everything of it raises
+:class:`~dgr.errors.ClosedError`, and leaving a session's block is harmless. Everything of a pipeline belongs to the asyncio
+loop that opened it; from another loop it raises :class:`~dgr.errors.InputError`.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+import weakref
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import trio
-from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from dgr.engine.base import SamplingParams
 from dgr.model.route import LayerRange, Route
 from dgr.runtime.client import ClientSession
+from dgr.runtime.events import KEPT_EVENTS, Event
 from dgr.runtime.generation import GeneratedToken, Generation
 from dgr.runtime.local import open_pipeline as open_trio_pipeline
 from dgr.runtime.pipeline import Pipeline, PipelineStatistics
+from dgr.serving.bridge import Bridge, open_bridge
+from dgr.wire.nurseries import open_nursery
 
-__all__ = ["EmbeddedGeneration", "EmbeddedPipeline", "EmbeddedSession", "open_pipeline"]
-
-T = TypeVar("T")
-
-
-class _Bridge:
-    """Calls from one asyncio loop into the trio loop behind a portal."""
-
-    def __init__(self, portal: BlockingPortal) -> None:
-        self._portal = portal
-        self._loop = asyncio.get_running_loop()
-
-    async def call(self, function: Callable[..., Awaitable[T]], *args: Any) -> T:
-        """Await ``function(*args)`` on the trio side."""
-        ended = asyncio.Event()
-
-        async def run() -> T:
-            try:
-                return await function(*args)
-            finally:
-                self._loop.call_soon_threadsafe(ended.set)
-
-        future = self._portal.start_task_soon(run)
-        try:
-            return await asyncio.wrap_future(future)
-        except asyncio.CancelledError:
-            await ended.wait()  # the trio side unwinds first: nothing of this call runs on after it returned
-            raise
-
-    @asynccontextmanager
-    async def enter(self, make: Callable[[], AbstractAsyncContextManager[T]]) -> AsyncIterator[T]:
-        """Hold a trio context manager open for the length of the asyncio block, all in one trio task."""
-        entered: asyncio.Future[T] = self._loop.create_future()
-        leave = await self.call(_make_event)
-
-        def announce(value: T) -> None:
-            if not entered.done():
-                entered.set_result(value)
-
-        async def hold() -> None:
-            async with make() as value:
-                self._loop.call_soon_threadsafe(announce, value)
-                await leave.wait()
-
-        holder = asyncio.ensure_future(self.call(hold))
-        try:
-            either: list[asyncio.Future[Any]] = [holder, entered]
-            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if not entered.done():
-                await holder  # raises what entering raised
-            yield entered.result()
-        except asyncio.CancelledError:
-            holder.cancel()
-            raise
-        finally:
-            if not holder.done():
-                await self.call(_set, leave)
-            await asyncio.wait([holder])
-            if not holder.cancelled() and (error := holder.exception()) is not None and entered.done():
-                raise error
-
-
-async def _make_event() -> trio.Event:
-    return trio.Event()
-
-
-async def _set(event: trio.Event) -> None:
-    event.set()
+__all__ = [
+    "EmbeddedEvents",
+    "EmbeddedGeneration",
+    "EmbeddedPipeline",
+    "EmbeddedSession",
+    "embed_pipeline",
+    "open_pipeline",
+]
 
 
 class EmbeddedGeneration:
-    """The tokens of one answer; see :class:`~dgr.runtime.client.Generation`."""
+    """The tokens of one answer; see :class:`~dgr.runtime.generation.Generation`.
 
-    def __init__(self, bridge: _Bridge, generation: Generation) -> None:
+    Dropping it, or cancelling a wait in it, keeps the session; iterating goes on without a gap.
+    """
+
+    def __init__(self, bridge: Bridge, generation: Generation) -> None:
         self._bridge = bridge
         self._generation = generation
+        #: Drawn, and its wait was cancelled before it could be handed over.
+        self._kept: deque[GeneratedToken] = deque()
 
     @property
     def finish_reason(self) -> str | None:
@@ -113,22 +68,27 @@ class EmbeddedGeneration:
         return self
 
     async def __anext__(self) -> GeneratedToken:
-        token = await self._bridge.call(_next, self._generation)
+        self._bridge.check()
+        if self._kept:
+            return self._kept.popleft()
+        token = await self._bridge.call(_next, self._generation, keep=self._keep)
         if token is None:
             raise StopAsyncIteration
         return token
 
+    def _keep(self, token: GeneratedToken | None) -> None:
+        if token is not None:
+            self._kept.append(token)
+
 
 async def _next(generation: Generation) -> GeneratedToken | None:
-    async for token in generation:
-        return token
-    return None
+    return await anext(generation, None)
 
 
 class EmbeddedSession:
     """A conversation; see :class:`~dgr.runtime.client.ClientSession`."""
 
-    def __init__(self, bridge: _Bridge, session: ClientSession) -> None:
+    def __init__(self, bridge: Bridge, session: ClientSession) -> None:
         self._bridge = bridge
         self._session = session
 
@@ -151,7 +111,11 @@ class EmbeddedSession:
         sampling: SamplingParams | None = None,
         stop: Sequence[int] | None = None,
     ) -> EmbeddedGeneration:
-        """Take a turn; await this, then iterate over the answer's tokens."""
+        """Take a turn; await this, then iterate over the answer's tokens.
+
+        Once awaited the turn is taken, as under trio, where taking one does not wait: when this is cancelled the
+        prompt is in the transcript, just as when a wait for the first token is.
+        """
 
         async def begin() -> Generation:
             return self._session.generate(
@@ -161,22 +125,77 @@ class EmbeddedSession:
         return EmbeddedGeneration(self._bridge, await self._bridge.call(begin))
 
     async def prefill(self, tokens: Sequence[int]) -> None:
-        """Append ``tokens`` and commit them on every stage, without an answer."""
+        """Append ``tokens`` and commit them on every stage, without an answer.
+
+        When this is cancelled the tokens are in the transcript; the next use commits what is not committed yet.
+        """
         await self._bridge.call(self._session.prefill, tokens)
+
+
+class EmbeddedEvents:
+    """What happens to a pipeline, from the subscription on: iterate over it. Made by :meth:`EmbeddedPipeline.events`.
+
+    It ends with the pipeline; what came before can still be read then. Cancelling a wait in it loses nothing. A subscriber
+    that does not read loses events, and never holds the pipeline.
+    """
+
+    def __init__(self, bridge: Bridge) -> None:
+        self._bridge = bridge
+        self._queue: asyncio.Queue[Event | None] = asyncio.Queue()
+
+    def __aiter__(self) -> EmbeddedEvents:
+        return self
+
+    async def __anext__(self) -> Event:
+        self._bridge.check_here()
+        event = await self._queue.get()
+        if event is None:
+            self._queue.put_nowait(None)  # for the next who asks
+            raise StopAsyncIteration
+        return event
+
+    def _put(self, event: Event | None) -> None:
+        if event is None or self._queue.qsize() < KEPT_EVENTS:
+            self._queue.put_nowait(event)
+
+
+@asynccontextmanager
+async def _subscribe(bridge: Bridge, pipeline: Pipeline, embedded: EmbeddedEvents) -> AsyncIterator[EmbeddedEvents]:
+    """On the trio side: hand over what happens, until the block or the pipeline ends."""
+
+    async def hand_over(events: trio.MemoryReceiveChannel[Event]) -> None:
+        try:
+            async for event in events:
+                bridge.tell(embedded._put, event)
+        finally:
+            bridge.tell(embedded._put, None)
+
+    with pipeline.events() as events:
+        async with open_nursery() as nursery:
+            nursery.start_soon(hand_over, events)
+            yield embedded
+            nursery.cancel_scope.cancel()
 
 
 class EmbeddedPipeline:
     """A pipeline; see :class:`~dgr.runtime.pipeline.Pipeline`."""
 
-    def __init__(self, bridge: _Bridge, pipeline: Pipeline) -> None:
+    def __init__(self, bridge: Bridge, pipeline: Pipeline) -> None:
         self._bridge = bridge
         self._pipeline = pipeline
 
     @asynccontextmanager
     async def session(self) -> AsyncIterator[EmbeddedSession]:
         """A conversation; its state is dropped when the block ends."""
-        async with self._bridge.enter(self._pipeline.session) as session:
+        async with self._bridge.hold(self._pipeline.session) as session:
             yield EmbeddedSession(self._bridge, session)
+
+    @asynccontextmanager
+    async def events(self) -> AsyncIterator[EmbeddedEvents]:
+        """Subscribe to everything that happens from now on, for the length of the block."""
+        events = EmbeddedEvents(self._bridge)
+        async with self._bridge.hold(partial(_subscribe, self._bridge, self._pipeline, events)):
+            yield events
 
     async def change_route(self, route: Route) -> None:
         """Fence a new epoch; sessions re-prefill when they are next used."""
@@ -192,17 +211,29 @@ class EmbeddedPipeline:
 
 
 @asynccontextmanager
+async def embed_pipeline(make: Callable[[], AbstractAsyncContextManager[Pipeline]]) -> AsyncIterator[EmbeddedPipeline]:
+    """Run the pipeline that ``make`` opens on the trio side, for an asyncio program.
+
+    For pipelines over stages in other processes: ``embed_pipeline(lambda: dgr.open_route("route.toml"))``. Leaving the block
+    frees everything and ends the trio thread. So does losing the last reference to it, when its loop was closed without
+    leaving it, and the end of the interpreter.
+    """
+    async with open_bridge("dgr-trio") as bridge, bridge.hold(make) as pipeline:
+        embedded = EmbeddedPipeline(bridge, pipeline)
+        weakref.finalize(embedded, bridge.abandon).atexit = False  # at exit the bridge sees to it, and waits
+        try:
+            yield embedded
+        finally:
+            bridge.close()
+
+
+@asynccontextmanager
 async def open_pipeline(
     model: str | Path | Sequence[str | Path], split: str | Sequence[LayerRange] | None = None, **options: Any
 ) -> AsyncIterator[EmbeddedPipeline]:
     """Run a model as a pipeline in this process, for an asyncio program.
 
-    Arguments as :func:`dgr.open_pipeline`. Leaving the block frees everything and ends the trio thread.
+    Arguments and errors as of :func:`dgr.open_pipeline`; the block ends as that of :func:`embed_pipeline`.
     """
-    async with AsyncExitStack() as stack:
-        portal_cm = start_blocking_portal(backend="trio", name="dgr-trio")
-        portal = await asyncio.to_thread(portal_cm.__enter__)
-        stack.push_async_callback(asyncio.to_thread, portal_cm.__exit__, None, None, None)
-        bridge = _Bridge(portal)
-        pipeline = await stack.enter_async_context(bridge.enter(lambda: open_trio_pipeline(model, split, **options)))
-        yield EmbeddedPipeline(bridge, pipeline)
+    async with embed_pipeline(lambda: open_trio_pipeline(model, split, **options)) as pipeline:
+        yield pipeline

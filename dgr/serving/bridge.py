@@ -1,0 +1,349 @@
+"""A trio run in a thread of its own, for the tasks of one asyncio loop.
+
+Nothing is shared that both threads write. What the loop wants of trio goes through an inbox that trio empties; what trio has
+to tell goes through ``loop.call_soon_threadsafe``. Every method says, by its section, on whose side it runs.
+
+Three rules make cancellation exact. A call that was begun always runs, if only up to its first checkpoint, as it would under
+trio. Whoever waits for one waits until its trio side has ended, however often they are cancelled meanwhile. And what that
+side brought back although its waiter was cancelled is not thrown away: it goes to ``keep``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextvars
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+import trio
+from attrs import Factory, define
+
+from dgr.errors import ClosedError, InputError
+
+__all__ = ["Bridge", "open_bridge"]
+
+T = TypeVar("T")
+
+#: Seconds that the end of the interpreter waits for trio runs that were left open: enough for a step that is told to abort.
+#: A thread that takes longer (one that reads weights) ends with the process.
+_LAST_WAIT = 5.0
+
+
+class _Moment:
+    """Something that comes to pass once, for the one task of the loop that waits for it."""
+
+    def __init__(self) -> None:
+        self.passed = False
+        self._waiter: asyncio.Future[None] | None = None
+
+    def come(self) -> None:
+        self.passed = True
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    async def outlast(self, on_cancel: Callable[[], None]) -> asyncio.CancelledError | None:
+        """Wait until it came, through any number of cancellations; each is passed on, the first is returned."""
+        cancelled: asyncio.CancelledError | None = None
+        try:
+            while not self.passed:
+                self._waiter = asyncio.get_running_loop().create_future()
+                try:
+                    await self._waiter
+                except asyncio.CancelledError as error:
+                    cancelled = cancelled or error
+                    on_cancel()
+                except BaseException:  # the coroutine is being closed: nobody can wait
+                    on_cancel()
+                    raise
+            return cancelled
+        finally:
+            self._waiter = cancelled = None  # no cycle of future, task, frame and error
+
+
+@define(eq=False)
+class _Call(Generic[T]):
+    """One call from asyncio into trio, and what came of it."""
+
+    function: Callable[[], Awaitable[T]]
+    context: contextvars.Context
+    #: Takes a result whose waiter has gone.
+    keep: Callable[[T], None] | None = None
+    scope: trio.CancelScope = Factory(trio.CancelScope)
+    results: list[T] = Factory(list)
+    error: BaseException | None = None
+    #: The run ended under it.
+    cut: bool = False
+    #: It has something to show (what it holds open), or has ended.
+    settled: _Moment = Factory(_Moment)
+    ended: _Moment = Factory(_Moment)
+    forsaken: bool = False
+
+    def end(self) -> None:
+        self.settled.come()
+        self.ended.come()
+        if self.forsaken:
+            self.give_back()
+
+    def forsake(self) -> None:
+        """Its waiter has gone without waiting for the end."""
+        self.forsaken = True
+        if self.ended.passed:
+            self.give_back()
+
+    def give_back(self) -> None:
+        if self.keep is not None and self.results:
+            self.keep(self.results.pop())
+
+    def claim(self, cancelled: asyncio.CancelledError | None) -> T:
+        """The result; or raise the waiter's cancellation, caused by an error if there was one, or that error."""
+        error, self.error = self.error, None  # no cycle of error, traceback, frame and call
+        try:
+            if cancelled is not None:
+                self.give_back()
+                if error is not None:
+                    raise cancelled from error
+                raise cancelled
+            if self.results:
+                return self.results.pop()
+            if self.cut or error is None:
+                raise ClosedError("the pipeline was closed under this call; open another one") from error
+            raise error
+        finally:
+            del error, cancelled
+
+
+class Bridge:
+    """Calls from the tasks of one asyncio loop into a trio run. Made by :func:`open_bridge`."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._inbox: deque[Callable[[], object]] = deque()
+        self._token: trio.lowlevel.TrioToken | None = None
+        # The loop's side.
+        self._pending: set[_Call[Any]] = set()
+        self._closed = False
+        self._over = _Moment()
+        # Trio's side.
+        self._calls: trio.Nursery
+        self._scope = trio.CancelScope()
+        self._leaving = False
+
+    # --- the loop's side ---
+
+    async def call(
+        self, function: Callable[..., Awaitable[T]], *args: Any, keep: Callable[[T], None] | None = None
+    ) -> T:
+        """Await ``function(*args)`` on the trio side, in a copy of the caller's context.
+
+        ``keep`` is handed a result that came although this wait was cancelled. An error that came so is the cause of
+        the :class:`asyncio.CancelledError`. Raises :class:`ClosedError` after the end, :class:`InputError` in another loop.
+        """
+        call = self._begin(partial(function, *args), keep)
+        return call.claim(await self._outlast(call))
+
+    @asynccontextmanager
+    async def hold(self, make: Callable[[], AbstractAsyncContextManager[T]]) -> AsyncIterator[T]:
+        """Hold a trio context manager open for the length of the asyncio block, all in one trio task.
+
+        A block that is left when the run has ended already, or by a coroutine that is closed where its loop does not run,
+        ends quietly: there is nothing to wait for.
+        """
+        leave, entered = trio.Event(), list[T]()
+
+        def show(value: T) -> None:
+            entered.append(value)
+            call.settled.come()
+
+        async def stay() -> None:
+            async with make() as value:
+                self.tell(show, value)
+                await leave.wait()
+
+        call = self._begin(stay)
+        cancelled = await call.settled.outlast(partial(self._post, call.scope.cancel))
+        try:
+            if entered and cancelled is None:
+                yield entered[0]
+        finally:
+            self._post(leave.set)
+            if self._is_here():
+                cancelled = await self._outlast(call) or cancelled
+                if cancelled is not None or not entered or (call.error is not None and not call.cut):
+                    call.claim(cancelled)
+
+    def check(self) -> None:
+        """Refuse a call that could not be answered: after the end, or from another loop."""
+        if self._closed:
+            raise ClosedError("the pipeline is closed; open another one")
+        self.check_here()
+
+    def check_here(self) -> None:
+        """Refuse a caller whom trio's answer could not reach."""
+        if not self._is_here():
+            raise InputError(
+                "this pipeline belongs to the asyncio loop that opened it, and was used from another;"
+                " open one there, or hand the work over with asyncio.run_coroutine_threadsafe"
+            )
+
+    def close(self) -> None:
+        """Begin no call from now on; those under way go on."""
+        self._closed = True
+
+    def abandon(self) -> None:
+        """Tell the run to end, from whatever thread; nobody waits for it."""
+        self._closed = True
+        self._post(self._leave)
+
+    async def aclose(self) -> None:
+        """End the run and its thread. Calls under way are cancelled; who waits for one gets a :class:`ClosedError`."""
+        self.abandon()
+        if not self._is_here():
+            return
+        cancelled = await self._over.outlast(lambda: None)
+        self._thread.join()
+        if cancelled is not None:
+            raise cancelled
+
+    def start(self) -> None:
+        """Start the thread; calls may be begun at once."""
+        _live.add(self)
+        try:
+            self._thread.start()
+        except RuntimeError:  # no more threads
+            _live.discard(self)
+            raise
+
+    def _begin(self, function: Callable[[], Awaitable[T]], keep: Callable[[T], None] | None = None) -> _Call[T]:
+        self.check()
+        call = _Call(function, contextvars.copy_context(), keep=keep)
+        self._pending.add(call)
+        self._post(partial(self._start, call))
+        return call
+
+    async def _outlast(self, call: _Call[Any]) -> asyncio.CancelledError | None:
+        try:
+            return await call.ended.outlast(partial(self._post, call.scope.cancel))
+        except BaseException:
+            call.forsake()
+            raise
+
+    def _post(self, function: Callable[[], object]) -> None:
+        """Have trio run a function, in the order of posting: at once, or as soon as the run has begun."""
+        self._inbox.append(function)
+        if (token := self._token) is not None:
+            with suppress(trio.RunFinishedError):
+                token.run_sync_soon(self._empty_inbox)
+
+    def _is_here(self) -> bool:
+        try:
+            return asyncio.get_running_loop() is self._loop
+        except RuntimeError:
+            return False
+
+    def _finish(self, call: _Call[Any]) -> None:
+        self._pending.discard(call)
+        call.end()
+
+    def _end(self) -> None:
+        self._closed = True
+        for call in list(self._pending):  # trio itself broke down, or the call came too late
+            call.cut = True
+            self._finish(call)
+        self._over.come()
+
+    # --- trio's side ---
+
+    def _run(self) -> None:
+        try:
+            trio.run(self._main)
+        finally:
+            _live.discard(self)
+            with suppress(RuntimeError):  # the loop is closed: nobody waits
+                self._loop.call_soon_threadsafe(self._end)
+
+    async def _main(self) -> None:
+        with self._scope:
+            async with trio.open_nursery() as self._calls:
+                # In this order: what was posted before the token is seen here, what is posted after wakes trio.
+                self._token = trio.lowlevel.current_trio_token()
+                self._empty_inbox()
+                await trio.sleep_forever()
+
+    def tell(self, function: Callable[..., object], *args: object) -> None:
+        """Have the loop run a function; from trio tasks alone."""
+        try:
+            self._loop.call_soon_threadsafe(function, *args)
+        except RuntimeError:  # the loop was closed with the pipeline open: nobody is left to serve
+            self._leave()
+
+    def _empty_inbox(self) -> None:
+        while self._inbox:
+            self._inbox.popleft()()
+
+    def _start(self, call: _Call[Any]) -> None:
+        if self._leaving:
+            call.cut = True
+            self.tell(self._finish, call)
+        else:
+            call.context.run(self._calls.start_soon, self._serve, call)
+
+    async def _serve(self, call: _Call[Any]) -> None:
+        try:
+            with call.scope:
+                call.results.append(await call.function())
+        except trio.Cancelled:
+            raise  # the run ends
+        except BaseException as error:
+            call.error = error
+        finally:
+            call.cut = self._leaving and not call.results
+            self.tell(self._finish, call)
+
+    def _leave(self) -> None:
+        self._leaving = True
+        self._scope.cancel()
+
+
+#: Every run whose thread has not ended.
+_live: set[Bridge] = set()
+
+
+@asynccontextmanager
+async def open_bridge(name: str) -> AsyncIterator[Bridge]:
+    """A trio run in a thread ``name``; it ends with the block, whatever is still open in it."""
+    bridge = Bridge(name)
+    bridge.start()
+    try:
+        yield bridge
+    finally:
+        await bridge.aclose()
+
+
+def _end_all() -> None:
+    """The interpreter ends: so do the runs that a closed loop or a forgotten block left behind."""
+    left = list(_live)
+    for bridge in left:
+        bridge.abandon()
+    until = time.monotonic() + _LAST_WAIT
+    for bridge in left:
+        bridge._thread.join(max(0.0, until - time.monotonic()))
+
+
+def _forget_all() -> None:
+    """A forked child has neither the threads nor the loop; what it inherited must not wake its parent's."""
+    for bridge in list(_live):
+        bridge._token, bridge._closed = None, True
+    _live.clear()
+
+
+atexit.register(_end_all)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_all)
