@@ -16,9 +16,10 @@ import contextvars
 import os
 import threading
 import time
+import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, suppress
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -27,9 +28,10 @@ from attrs import Factory, define
 
 from dgr.errors import ClosedError, InputError
 
-__all__ = ["Bridge", "open_bridge"]
+__all__ = ["Bridge", "Hold"]
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 #: Seconds that the end of the interpreter waits for trio runs that were left open: enough for a step that is told to abort.
 #: A thread that takes longer (one that reads weights) ends with the process.
@@ -119,8 +121,8 @@ class _Call(Generic[T]):
             del error, cancelled
 
 
-class Bridge:
-    """Calls from the tasks of one asyncio loop into a trio run. Made by :func:`open_bridge`."""
+class Bridge(AbstractAsyncContextManager["Bridge"]):
+    """Calls from the tasks of one asyncio loop into a trio run, which ends with the block, whatever is open in it."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.get_running_loop()
@@ -138,6 +140,25 @@ class Bridge:
 
     # --- the loop's side ---
 
+    async def __aenter__(self) -> Bridge:
+        _live.add(self)
+        try:
+            self._thread.start()
+        except RuntimeError:  # no more threads
+            _live.discard(self)
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        """Calls under way are cancelled; who waits for one gets a :class:`ClosedError`."""
+        self.abandon()
+        if not self.is_here():
+            return
+        cancelled = await self._over.outlast(lambda: None)
+        self._thread.join()
+        if cancelled is not None:
+            raise cancelled
+
     async def call(
         self, function: Callable[..., Awaitable[T]], *args: Any, keep: Callable[[T], None] | None = None
     ) -> T:
@@ -146,38 +167,8 @@ class Bridge:
         ``keep`` is handed a result that came although this wait was cancelled. An error that came so is the cause of
         the :class:`asyncio.CancelledError`. Raises :class:`ClosedError` after the end, :class:`InputError` in another loop.
         """
-        call = self._begin(partial(function, *args), keep)
-        return call.claim(await self._outlast(call))
-
-    @asynccontextmanager
-    async def hold(self, make: Callable[[], AbstractAsyncContextManager[T]]) -> AsyncIterator[T]:
-        """Hold a trio context manager open for the length of the asyncio block, all in one trio task.
-
-        A block that is left when the run has ended already, or by a coroutine that is closed where its loop does not run,
-        ends quietly: there is nothing to wait for.
-        """
-        leave, entered = trio.Event(), list[T]()
-
-        def show(value: T) -> None:
-            entered.append(value)
-            call.settled.come()
-
-        async def stay() -> None:
-            async with make() as value:
-                self.tell(show, value)
-                await leave.wait()
-
-        call = self._begin(stay)
-        cancelled = await call.settled.outlast(partial(self._post, call.scope.cancel))
-        try:
-            if entered and cancelled is None:
-                yield entered[0]
-        finally:
-            self._post(leave.set)
-            if self._is_here():
-                cancelled = await self._outlast(call) or cancelled
-                if cancelled is not None or not entered or (call.error is not None and not call.cut):
-                    call.claim(cancelled)
+        call = self.begin(_Call(partial(function, *args), contextvars.copy_context(), keep))
+        return call.claim(await self.outlast(call))
 
     def check(self) -> None:
         """Refuse a call that could not be answered: after the end, or from another loop."""
@@ -187,7 +178,7 @@ class Bridge:
 
     def check_here(self) -> None:
         """Refuse a caller whom trio's answer could not reach."""
-        if not self._is_here():
+        if not self.is_here():
             raise InputError(
                 "this pipeline belongs to the asyncio loop that opened it, and was used from another;"
                 " open one there, or hand the work over with asyncio.run_coroutine_threadsafe"
@@ -200,49 +191,32 @@ class Bridge:
     def abandon(self) -> None:
         """Tell the run to end, from whatever thread; nobody waits for it."""
         self._closed = True
-        self._post(self._leave)
+        self.post(self._leave)
 
-    async def aclose(self) -> None:
-        """End the run and its thread. Calls under way are cancelled; who waits for one gets a :class:`ClosedError`."""
-        self.abandon()
-        if not self._is_here():
-            return
-        cancelled = await self._over.outlast(lambda: None)
-        self._thread.join()
-        if cancelled is not None:
-            raise cancelled
-
-    def start(self) -> None:
-        """Start the thread; calls may be begun at once."""
-        _live.add(self)
-        try:
-            self._thread.start()
-        except RuntimeError:  # no more threads
-            _live.discard(self)
-            raise
-
-    def _begin(self, function: Callable[[], Awaitable[T]], keep: Callable[[T], None] | None = None) -> _Call[T]:
+    def begin(self, call: _Call[T]) -> _Call[T]:
+        """Have a call run; it is somebody's to wait for."""
         self.check()
-        call = _Call(function, contextvars.copy_context(), keep=keep)
         self._pending.add(call)
-        self._post(partial(self._start, call))
+        self.post(partial(self._start, call))
         return call
 
-    async def _outlast(self, call: _Call[Any]) -> asyncio.CancelledError | None:
+    async def outlast(self, call: _Call[Any]) -> asyncio.CancelledError | None:
+        """Wait for the end of a call through any number of cancellations; the first is returned."""
         try:
-            return await call.ended.outlast(partial(self._post, call.scope.cancel))
+            return await call.ended.outlast(partial(self.post, call.scope.cancel))
         except BaseException:
             call.forsake()
             raise
 
-    def _post(self, function: Callable[[], object]) -> None:
+    def post(self, function: Callable[[], object]) -> None:
         """Have trio run a function, in the order of posting: at once, or as soon as the run has begun."""
         self._inbox.append(function)
         if (token := self._token) is not None:
             with suppress(trio.RunFinishedError):
                 token.run_sync_soon(self._empty_inbox)
 
-    def _is_here(self) -> bool:
+    def is_here(self) -> bool:
+        """Whether this runs in the loop that trio's answers come to."""
         try:
             return asyncio.get_running_loop() is self._loop
         except RuntimeError:
@@ -299,12 +273,12 @@ class Bridge:
         try:
             with call.scope:
                 call.results.append(await call.function())
-        except trio.Cancelled:
-            raise  # the run ends
         except BaseException as error:
-            call.error = error
+            call.error = _apart_from_cancelled(error)
+            if call.error is None:  # not its own scope was cancelled: the run ends
+                call.cut = True
+                raise
         finally:
-            call.cut = self._leaving and not call.results
             self.tell(self._finish, call)
 
     def _leave(self) -> None:
@@ -312,19 +286,77 @@ class Bridge:
         self._scope.cancel()
 
 
+def _apart_from_cancelled(error: BaseException) -> BaseException | None:
+    if isinstance(error, BaseExceptionGroup):
+        cancelled, others = error.split(trio.Cancelled)
+        return others if cancelled else error
+    return None if isinstance(error, trio.Cancelled) else error
+
+
+class Hold(AbstractAsyncContextManager[U], Generic[T, U]):
+    """A trio context manager held open for the length of an asyncio block, all in one trio task.
+
+    The block is entered with ``show(self, value)``; what is shown shall keep this object alive, since the trio side is left
+    when it is dropped. Leaving after the run has ended is harmless, and does not wait where its loop does not run (a
+    coroutine that is closed after its loop).
+    """
+
+    def __init__(
+        self,
+        bridge: Bridge,
+        make: Callable[[], AbstractAsyncContextManager[T]],
+        show: Callable[[Hold[T, U], T], U],
+    ) -> None:
+        self._bridge, self._make, self._show = bridge, make, show
+        self._call: _Call[None] | None = None
+        self._leave = trio.Event()
+        self._entered: list[T] = []
+
+    async def __aenter__(self) -> U:
+        if self._call is not None:
+            raise InputError("this block was entered already; ask its pipeline for another one")
+        bridge, settled = self._bridge, _Moment()
+        stay = partial(_stay, bridge, self._make, self._leave, self._entered, settled)
+        self._call = call = bridge.begin(_Call(stay, contextvars.copy_context(), settled=settled))
+        weakref.finalize(self, bridge.post, self._leave.set).atexit = False  # then the bridge itself ends
+        cancelled = await settled.outlast(partial(bridge.post, call.scope.cancel))
+        if cancelled is not None or not self._entered:
+            await self._end(call, cancelled)
+        return self._show(self, self._entered[0])
+
+    async def __aexit__(self, *_: object) -> None:
+        if self._call is not None:
+            await self._end(self._call, None)
+
+    async def _end(self, call: _Call[None], cancelled: asyncio.CancelledError | None) -> None:
+        self._bridge.post(self._leave.set)
+        if not self._bridge.is_here():
+            return
+        cancelled = await self._bridge.outlast(call) or cancelled
+        if cancelled is not None or not self._entered or (call.error is not None and not call.cut):
+            call.claim(cancelled)
+
+
+async def _stay(
+    bridge: Bridge,
+    make: Callable[[], AbstractAsyncContextManager[T]],
+    leave: trio.Event,
+    entered: list[T],
+    settled: _Moment,
+) -> None:
+    """The trio side of a :class:`Hold`, which it must not keep alive."""
+
+    def show(value: T) -> None:
+        entered.append(value)
+        settled.come()
+
+    async with make() as value:
+        bridge.tell(show, value)
+        await leave.wait()
+
+
 #: Every run whose thread has not ended.
 _live: set[Bridge] = set()
-
-
-@asynccontextmanager
-async def open_bridge(name: str) -> AsyncIterator[Bridge]:
-    """A trio run in a thread ``name``; it ends with the block, whatever is still open in it."""
-    bridge = Bridge(name)
-    bridge.start()
-    try:
-        yield bridge
-    finally:
-        await bridge.aclose()
 
 
 def _end_all() -> None:
@@ -340,7 +372,9 @@ def _end_all() -> None:
 def _forget_all() -> None:
     """A forked child has neither the threads nor the loop; what it inherited must not wake its parent's."""
     for bridge in list(_live):
-        bridge._token, bridge._closed = None, True
+        bridge._token = None
+        with suppress(RuntimeError):  # its loop is closed, or runs in another thread
+            bridge._end()
     _live.clear()
 
 

@@ -21,7 +21,7 @@ import asyncio
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ from dgr.runtime.events import KEPT_EVENTS, Event
 from dgr.runtime.generation import GeneratedToken, Generation
 from dgr.runtime.local import open_pipeline as open_trio_pipeline
 from dgr.runtime.pipeline import Pipeline, PipelineStatistics
-from dgr.serving.bridge import Bridge, open_bridge
+from dgr.serving.bridge import Bridge, Hold
 from dgr.wire.nurseries import open_nursery
 
 __all__ = [
@@ -54,8 +54,9 @@ class EmbeddedGeneration:
     Dropping it, or cancelling a wait in it, keeps the session; iterating goes on without a gap.
     """
 
-    def __init__(self, bridge: Bridge, generation: Generation) -> None:
-        self._bridge = bridge
+    def __init__(self, session: EmbeddedSession, generation: Generation) -> None:
+        self._owner = session
+        self._bridge = session._bridge
         self._generation = generation
         #: Drawn, and its wait was cancelled before it could be handed over.
         self._kept: deque[GeneratedToken] = deque()
@@ -88,8 +89,9 @@ async def _next(generation: Generation) -> GeneratedToken | None:
 class EmbeddedSession:
     """A conversation; see :class:`~dgr.runtime.client.ClientSession`."""
 
-    def __init__(self, bridge: Bridge, session: ClientSession) -> None:
-        self._bridge = bridge
+    def __init__(self, pipeline: EmbeddedPipeline, block: object, session: ClientSession) -> None:
+        self._owner = pipeline, block
+        self._bridge = pipeline._bridge
         self._session = session
 
     @property
@@ -122,7 +124,7 @@ class EmbeddedSession:
                 prompt, transcript=transcript, max_tokens=max_tokens, sampling=sampling, stop=stop
             )
 
-        return EmbeddedGeneration(self._bridge, await self._bridge.call(begin))
+        return EmbeddedGeneration(self, await self._bridge.call(begin))
 
     async def prefill(self, tokens: Sequence[int]) -> None:
         """Append ``tokens`` and commit them on every stage, without an answer.
@@ -139,9 +141,10 @@ class EmbeddedEvents:
     that does not read loses events, and never holds the pipeline.
     """
 
-    def __init__(self, bridge: Bridge) -> None:
-        self._bridge = bridge
-        self._queue: asyncio.Queue[Event | None] = asyncio.Queue()
+    def __init__(self, pipeline: EmbeddedPipeline, block: object, queue: asyncio.Queue[Event | None]) -> None:
+        self._owner = pipeline, block
+        self._bridge = pipeline._bridge
+        self._queue = queue
 
     def __aiter__(self) -> EmbeddedEvents:
         return self
@@ -154,48 +157,45 @@ class EmbeddedEvents:
             raise StopAsyncIteration
         return event
 
-    def _put(self, event: Event | None) -> None:
-        if event is None or self._queue.qsize() < KEPT_EVENTS:
-            self._queue.put_nowait(event)
-
 
 @asynccontextmanager
-async def _subscribe(bridge: Bridge, pipeline: Pipeline, embedded: EmbeddedEvents) -> AsyncIterator[EmbeddedEvents]:
-    """On the trio side: hand over what happens, until the block or the pipeline ends."""
+async def _subscribe(bridge: Bridge, pipeline: Pipeline) -> AsyncIterator[asyncio.Queue[Event | None]]:
+    """On the trio side: hand over what happens, until the block or the pipeline ends; None ends it."""
+    queue: asyncio.Queue[Event | None] = asyncio.Queue()
+
+    def put(event: Event) -> None:
+        if queue.qsize() < KEPT_EVENTS:
+            queue.put_nowait(event)
 
     async def hand_over(events: trio.MemoryReceiveChannel[Event]) -> None:
         try:
             async for event in events:
-                bridge.tell(embedded._put, event)
+                bridge.tell(put, event)
         finally:
-            bridge.tell(embedded._put, None)
+            bridge.tell(queue.put_nowait, None)
 
     with pipeline.events() as events:
         async with open_nursery() as nursery:
             nursery.start_soon(hand_over, events)
-            yield embedded
+            yield queue
             nursery.cancel_scope.cancel()
 
 
 class EmbeddedPipeline:
     """A pipeline; see :class:`~dgr.runtime.pipeline.Pipeline`."""
 
-    def __init__(self, bridge: Bridge, pipeline: Pipeline) -> None:
+    def __init__(self, bridge: Bridge, block: object, pipeline: Pipeline) -> None:
+        self._owner = block
         self._bridge = bridge
         self._pipeline = pipeline
 
-    @asynccontextmanager
-    async def session(self) -> AsyncIterator[EmbeddedSession]:
+    def session(self) -> AbstractAsyncContextManager[EmbeddedSession]:
         """A conversation; its state is dropped when the block ends."""
-        async with self._bridge.hold(self._pipeline.session) as session:
-            yield EmbeddedSession(self._bridge, session)
+        return Hold(self._bridge, self._pipeline.session, partial(EmbeddedSession, self))
 
-    @asynccontextmanager
-    async def events(self) -> AsyncIterator[EmbeddedEvents]:
+    def events(self) -> AbstractAsyncContextManager[EmbeddedEvents]:
         """Subscribe to everything that happens from now on, for the length of the block."""
-        events = EmbeddedEvents(self._bridge)
-        async with self._bridge.hold(partial(_subscribe, self._bridge, self._pipeline, events)):
-            yield events
+        return Hold(self._bridge, partial(_subscribe, self._bridge, self._pipeline), partial(EmbeddedEvents, self))
 
     async def change_route(self, route: Route) -> None:
         """Fence a new epoch; sessions re-prefill when they are next used."""
@@ -210,30 +210,44 @@ class EmbeddedPipeline:
         return await self._bridge.call(take)
 
 
-@asynccontextmanager
-async def embed_pipeline(make: Callable[[], AbstractAsyncContextManager[Pipeline]]) -> AsyncIterator[EmbeddedPipeline]:
+class _Embedding(AbstractAsyncContextManager[EmbeddedPipeline]):
+    """The block of a pipeline."""
+
+    def __init__(self, make: Callable[[], AbstractAsyncContextManager[Pipeline]]) -> None:
+        self._make = make
+        self._open = AsyncExitStack()
+
+    async def __aenter__(self) -> EmbeddedPipeline:
+        async with AsyncExitStack() as stack:
+            bridge = await stack.enter_async_context(Bridge("dgr-trio"))
+            block: Hold[Pipeline, EmbeddedPipeline] = Hold(bridge, self._make, partial(EmbeddedPipeline, bridge))
+            weakref.finalize(block, bridge.abandon).atexit = False  # at exit the bridge sees to itself
+            embedded = await stack.enter_async_context(block)
+            stack.callback(bridge.close)  # first of all, nothing new is begun
+            self._open = stack.pop_all()
+        return embedded
+
+    async def __aexit__(self, *exc: Any) -> None:
+        await self._open.__aexit__(*exc)
+
+
+def embed_pipeline(
+    make: Callable[[], AbstractAsyncContextManager[Pipeline]],
+) -> AbstractAsyncContextManager[EmbeddedPipeline]:
     """Run the pipeline that ``make`` opens on the trio side, for an asyncio program.
 
     For pipelines over stages in other processes: ``embed_pipeline(lambda: dgr.open_route("route.toml"))``. Leaving the block
-    frees everything and ends the trio thread. So does losing the last reference to it, when its loop was closed without
-    leaving it, and the end of the interpreter.
+    frees everything and ends the trio thread. So does losing the last reference to the block and to everything of it, when it
+    was never left (its loop was closed, say), and so does the end of the interpreter.
     """
-    async with open_bridge("dgr-trio") as bridge, bridge.hold(make) as pipeline:
-        embedded = EmbeddedPipeline(bridge, pipeline)
-        weakref.finalize(embedded, bridge.abandon).atexit = False  # at exit the bridge sees to it, and waits
-        try:
-            yield embedded
-        finally:
-            bridge.close()
+    return _Embedding(make)
 
 
-@asynccontextmanager
-async def open_pipeline(
+def open_pipeline(
     model: str | Path | Sequence[str | Path], split: str | Sequence[LayerRange] | None = None, **options: Any
-) -> AsyncIterator[EmbeddedPipeline]:
+) -> AbstractAsyncContextManager[EmbeddedPipeline]:
     """Run a model as a pipeline in this process, for an asyncio program.
 
     Arguments and errors as of :func:`dgr.open_pipeline`; the block ends as that of :func:`embed_pipeline`.
     """
-    async with embed_pipeline(lambda: open_trio_pipeline(model, split, **options)) as pipeline:
-        yield pipeline
+    return embed_pipeline(lambda: open_trio_pipeline(model, split, **options))
