@@ -36,6 +36,8 @@ U = TypeVar("U")
 #: Seconds that the end of the interpreter waits for trio runs that were left open: enough for a step that is told to abort.
 #: A thread that takes longer (one that reads weights) ends with the process.
 _LAST_WAIT = 5.0
+#: Seconds between two looks at whether the loop was closed with the pipeline open: a loop tells nobody.
+_LOOK = 1.0
 
 
 class _Moment:
@@ -86,6 +88,8 @@ class _Call(Generic[T]):
     settled: _Moment = Factory(_Moment)
     ended: _Moment = Factory(_Moment)
     forsaken: bool = False
+    #: All other calls rest on what this one holds open.
+    vital: bool = False
 
     def end(self) -> None:
         self.settled.come()
@@ -132,6 +136,7 @@ class Bridge(AbstractAsyncContextManager["Bridge"]):
         # The loop's side.
         self._pending: set[_Call[Any]] = set()
         self._closed = False
+        self._why: BaseException | None = None
         self._over = _Moment()
         # Trio's side.
         self._calls: trio.Nursery
@@ -173,7 +178,7 @@ class Bridge(AbstractAsyncContextManager["Bridge"]):
     def check(self) -> None:
         """Refuse a call that could not be answered: after the end, or from another loop."""
         if self._closed:
-            raise ClosedError("the pipeline is closed; open another one")
+            raise ClosedError("the pipeline is closed; open another one") from self._why
         self.check_here()
 
     def check_here(self) -> None:
@@ -224,6 +229,8 @@ class Bridge(AbstractAsyncContextManager["Bridge"]):
 
     def _finish(self, call: _Call[Any]) -> None:
         self._pending.discard(call)
+        if call.vital:
+            self._closed, self._why = True, call.error
         call.end()
 
     def _end(self) -> None:
@@ -249,7 +256,9 @@ class Bridge(AbstractAsyncContextManager["Bridge"]):
                 # In this order: what was posted before the token is seen here, what is posted after wakes trio.
                 self._token = trio.lowlevel.current_trio_token()
                 self._empty_inbox()
-                await trio.sleep_forever()
+                while not self._loop.is_closed():  # noqa: ASYNC110 (nothing sets an event then)
+                    await trio.sleep(_LOOK)
+                self._leave()
 
     def tell(self, function: Callable[..., object], *args: object) -> None:
         """Have the loop run a function; from trio tasks alone."""
@@ -298,7 +307,7 @@ class Hold(AbstractAsyncContextManager[U], Generic[T, U]):
 
     The block is entered with ``show(self, value)``; what is shown shall keep this object alive, since the trio side is left
     when it is dropped. Leaving after the run has ended is harmless, and does not wait where its loop does not run (a
-    coroutine that is closed after its loop).
+    coroutine that is closed after its loop). ``vital``: when this ends, nothing new is begun on the bridge.
     """
 
     def __init__(
@@ -306,8 +315,10 @@ class Hold(AbstractAsyncContextManager[U], Generic[T, U]):
         bridge: Bridge,
         make: Callable[[], AbstractAsyncContextManager[T]],
         show: Callable[[Hold[T, U], T], U],
+        *,
+        vital: bool = False,
     ) -> None:
-        self._bridge, self._make, self._show = bridge, make, show
+        self._bridge, self._make, self._show, self._vital = bridge, make, show, vital
         self._call: _Call[None] | None = None
         self._leave = trio.Event()
         self._entered: list[T] = []
@@ -317,7 +328,8 @@ class Hold(AbstractAsyncContextManager[U], Generic[T, U]):
             raise InputError("this block was entered already; ask its pipeline for another one")
         bridge, settled = self._bridge, _Moment()
         stay = partial(_stay, bridge, self._make, self._leave, self._entered, settled)
-        self._call = call = bridge.begin(_Call(stay, contextvars.copy_context(), settled=settled))
+        call = _Call(stay, contextvars.copy_context(), settled=settled, vital=self._vital)
+        self._call = bridge.begin(call)
         weakref.finalize(self, bridge.post, self._leave.set).atexit = False  # then the bridge itself ends
         cancelled = await settled.outlast(partial(bridge.post, call.scope.cancel))
         if cancelled is not None or not self._entered:

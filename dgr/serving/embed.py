@@ -220,7 +220,8 @@ class _Embedding(AbstractAsyncContextManager[EmbeddedPipeline]):
     async def __aenter__(self) -> EmbeddedPipeline:
         async with AsyncExitStack() as stack:
             bridge = await stack.enter_async_context(Bridge("dgr-trio"))
-            block: Hold[Pipeline, EmbeddedPipeline] = Hold(bridge, self._make, partial(EmbeddedPipeline, bridge))
+            show = partial(EmbeddedPipeline, bridge)
+            block: Hold[Pipeline, EmbeddedPipeline] = Hold(bridge, self._make, show, vital=True)
             weakref.finalize(block, bridge.abandon).atexit = False  # at exit the bridge sees to itself
             embedded = await stack.enter_async_context(block)
             stack.callback(bridge.close)  # first of all, nothing new is begun

@@ -6,8 +6,10 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import trio
+from attrs import evolve
 
 import dgr
 from dgr.serving import embed
@@ -77,11 +79,26 @@ class Fake:
             yield self.offline.pipeline
 
 
-def undisturbed(n: int, prompt: list[int] = PROMPT) -> list[int]:
+class Native(Fake):
+    """The same of a real model."""
+
+    def __init__(self, model: Path) -> None:
+        super().__init__()
+        self._model = model
+
+    @asynccontextmanager
+    async def open(self) -> AsyncIterator[dgr.Pipeline]:
+        trio.lowlevel.add_instrument(self.interrupter)
+        context = evolve(CONTEXT, n_ubatch=32)
+        async with dgr.open_pipeline(self._model, "0:3,3:7", context=context, chunk=16) as pipeline:
+            yield pipeline
+
+
+def undisturbed(n: int, prompt: list[int] = PROMPT, side: Fake | None = None) -> list[int]:
     """The same turn from trio."""
 
     async def run() -> list[int]:
-        async with Fake().open() as pipeline, pipeline.session() as session:
+        async with (side or Fake()).open() as pipeline, pipeline.session() as session:
             return [token.id async for token in session.generate(prompt, max_tokens=n, stop=())]
 
     return trio.run(run)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
 
 import pytest
-from interrupts import GUARD, PROMPT, Fake, Interrupter, answer, trio_threads, undisturbed
+from attrs import Factory, define
+from interrupts import GUARD, PROMPT, Fake, Interrupter, Native, answer, trio_threads, undisturbed
 
 from dgr.errors import SessionBusy
 from dgr.runtime.events import Cancelled
@@ -62,55 +66,92 @@ async def by_wait_for(work: Callable[[], Awaitable[None]], arm: Callable[[Callab
         task.result()
 
 
-async def turn_interrupted(
-    pipeline: embed.EmbeddedPipeline, interrupter: Interrupter, step: int, interrupted: Interrupted, times: int
-) -> bool:
-    """Take a turn that is interrupted at a step, and read on to its end. Whether it lasted for that long."""
-    answers: list[embed.EmbeddedGeneration] = []
-    seen: list[GeneratedToken] = []
-    async with pipeline.session() as session:
+@define
+class Turns:
+    """The same turn, taken over and over, interrupted one step later each time and read to its end every time."""
 
-        async def turn() -> None:
-            answers.append(await session.generate(PROMPT, max_tokens=N, stop=()))
-            async for token in answers[0]:
-                seen.append(token)
+    side: Fake
+    interrupted: Interrupted
+    times: int
+    expected: list[int] = Factory(lambda self: undisturbed(N, side=self.side), takes_self=True)
 
-        await interrupted(turn, lambda act: interrupter.arm(step, act, times))
-        acted = interrupter.disarm()
-        if not answers:  # taken all the same
-            assert session.transcript == PROMPT
-            answers.append(await session.generate(max_tokens=N, stop=()))
-        seen += [token async for token in answers[0]]
-        assert [token.position for token in seen] == list(range(len(PROMPT), len(PROMPT) + N))
-        assert [token.id for token in seen] == undisturbed_answer
-        assert session.transcript == PROMPT + undisturbed_answer
-        assert answers[0].finish_reason == "length"
-    return acted
+    async def take(self, pipeline: embed.EmbeddedPipeline, step: int) -> bool:
+        """Whether the turn lasted for as many steps."""
+        answers: list[embed.EmbeddedGeneration] = []
+        seen: list[GeneratedToken] = []
+        async with pipeline.session() as session:
+
+            async def turn() -> None:
+                answers.append(await session.generate(PROMPT, max_tokens=N, stop=()))
+                async for token in answers[0]:
+                    seen.append(token)
+
+            await self.interrupted(turn, lambda act: self.side.interrupter.arm(step, act, self.times))
+            acted = self.side.interrupter.disarm()
+            if not answers:  # taken all the same
+                assert session.transcript == PROMPT
+                answers.append(await session.generate(max_tokens=N, stop=()))
+            seen += [token async for token in answers[0]]
+            assert [token.position for token in seen] == list(range(len(PROMPT), len(PROMPT) + N))
+            assert [token.id for token in seen] == self.expected
+            assert session.transcript == PROMPT + self.expected
+            assert answers[0].finish_reason == "length"
+        return acted
+
+    async def take_all(self) -> int:
+        """The steps there were."""
+        step = 1
+        async with embed.embed_pipeline(self.side.open) as pipeline:
+            while await self.take(pipeline, step):
+                step += 1
+            assert (await pipeline.statistics()).sessions == 0
+        return step
 
 
-async def turns_interrupted_at_every_step(interrupted: Interrupted, times: int) -> int:
-    """Take the same turn over and over, interrupted one step later each time; the steps there were."""
-    fake, step = Fake(), 1
-    async with embed.embed_pipeline(fake.open) as pipeline:
-        while await turn_interrupted(pipeline, fake.interrupter, step, interrupted, times):
-            step += 1
-        assert (await pipeline.statistics()).sessions == 0
-    return step
+WAYS = [(by_cancel, 1), (by_cancel, 3), (by_timeout, 1), (by_wait_for, 1)]
 
 
-undisturbed_answer = undisturbed(N)
-
-
-@pytest.mark.parametrize(("way", "times"), [(by_cancel, 1), (by_cancel, 3), (by_timeout, 1), (by_wait_for, 1)])
+@pytest.mark.parametrize(("way", "times"), WAYS)
 def test_a_turn_interrupted_at_any_step_goes_on_without_a_gap(way: Interrupted, times: int) -> None:
-    assert asyncio.run(turns_interrupted_at_every_step(way, times)) > LEAST_STEPS * N
+    assert asyncio.run(Turns(Fake(), way, times).take_all()) > LEAST_STEPS * N
     assert not trio_threads()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("way", "times"), WAYS)
+def test_a_turn_of_the_native_engine_interrupted_at_any_step_goes_on_without_a_gap(
+    way: Interrupted, times: int, small: Path
+) -> None:
+    assert asyncio.run(Turns(Native(small), way, times).take_all()) > LEAST_STEPS * N
+    assert not trio_threads()
+
+
+def test_an_answer_whose_every_wait_is_given_one_step_more_than_the_last_has_no_gap() -> None:
+    async def main() -> tuple[list[int], list[int]]:
+        side, seen = Fake(), list[GeneratedToken]()
+        async with embed.embed_pipeline(side.open) as pipeline, pipeline.session() as session:
+            answers = await session.generate(PROMPT, max_tokens=8, stop=())
+            for step in itertools.count(1):
+
+                async def read() -> None:
+                    async for token in answers:
+                        seen.append(token)
+
+                await by_cancel(read, partial(side.interrupter.arm, step))
+                if not side.interrupter.disarm():
+                    break
+            assert session.transcript[len(PROMPT) :] == [token.id for token in seen]
+        return [token.id for token in seen], [token.position for token in seen]
+
+    ids, positions = asyncio.run(main())
+    assert ids == undisturbed(8)
+    assert positions == list(range(len(PROMPT), len(PROMPT) + 8))
 
 
 def test_a_bridge_that_throws_away_what_nobody_waits_for_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(embed.EmbeddedGeneration, "_keep", lambda *_: None)
     with pytest.raises(AssertionError):
-        asyncio.run(turns_interrupted_at_every_step(by_cancel, 1))
+        asyncio.run(Turns(Fake(), by_cancel, 1).take_all())
 
 
 def test_a_bridge_that_does_not_outlast_a_second_cancellation_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +171,7 @@ def test_a_bridge_that_does_not_outlast_a_second_cancellation_is_caught(monkeypa
 
     monkeypatch.setattr(bridge._Moment, "outlast", outlast)
     with pytest.raises((AssertionError, SessionBusy)):
-        asyncio.run(turns_interrupted_at_every_step(by_cancel, 3))
+        asyncio.run(Turns(Fake(), by_cancel, 3).take_all())
 
 
 @pytest.mark.parametrize("times", [1, 3])
@@ -184,6 +225,8 @@ async def block_interrupted(
 @pytest.mark.parametrize("times", [1, 3])
 @pytest.mark.parametrize("what", ["session", "used session", "events"])
 def test_a_block_interrupted_at_any_step_leaves_nothing_open(what: str, times: int) -> None:
+    expected = undisturbed(1)
+
     async def main() -> int:
         fake, step = Fake(), 1
         async with embed.embed_pipeline(fake.open) as pipeline:
@@ -194,7 +237,7 @@ def test_a_block_interrupted_at_any_step_leaves_nothing_open(what: str, times: i
                 fake.offline.pipeline.emit(Cancelled(0, 0))  # finds out whose subscription is over
                 assert not fake.offline.pipeline._hub._subscribers
                 async with pipeline.session() as session:
-                    assert await answer(session, PROMPT, 1) == undisturbed_answer[:1]
+                    assert await answer(session, PROMPT, 1) == expected
         return step
 
     assert asyncio.run(main()) > 3
