@@ -22,7 +22,7 @@ async def impatient(pipeline: embed.EmbeddedPipeline, prompt: str) -> str:
                 async for _ in await session.generate(prompt, max_tokens=10_000, stop=()):
                     pass
         except TimeoutError:
-            pass  # the session is kept where it stands: the next turn goes on from there
+            pass  # the session is kept where it stands: the next turn goes on from there, as iterating again would
         return "".join([token.text async for token in await session.generate(" Well?", max_tokens=8, stop=())])
 
 

@@ -29,6 +29,7 @@ from typing import Any
 import trio
 
 from dgr.engine.base import SamplingParams
+from dgr.errors import SessionBusy
 from dgr.model.route import LayerRange, Route
 from dgr.runtime.client import ClientSession
 from dgr.runtime.events import KEPT_EVENTS, Event
@@ -51,7 +52,9 @@ __all__ = [
 class EmbeddedGeneration:
     """The tokens of one answer; see :class:`~dgr.runtime.generation.Generation`.
 
-    Dropping it, or cancelling a wait in it, keeps the session; iterating goes on without a gap.
+    Dropping it, or cancelling a wait in it, keeps the session; iterating goes on without a gap. After another turn has
+    begun it still has the token that was drawn as a wait was cancelled, if there was one, and then raises
+    :class:`~dgr.errors.SessionBusy`.
     """
 
     def __init__(self, session: EmbeddedSession, generation: Generation) -> None:
@@ -60,6 +63,7 @@ class EmbeddedGeneration:
         self._generation = generation
         #: Drawn, and its wait was cancelled before it could be handed over.
         self._kept: deque[GeneratedToken] = deque()
+        self._waited_for = False
 
     @property
     def finish_reason(self) -> str | None:
@@ -72,7 +76,13 @@ class EmbeddedGeneration:
         self._bridge.check()
         if self._kept:
             return self._kept.popleft()
-        token = await self._bridge.call(_next, self._generation, keep=self._keep)
+        if self._waited_for:  # a second wait must not overtake the first, which may have a token to keep
+            raise SessionBusy("this answer is being waited for already; let that wait end first")
+        self._waited_for = True
+        try:
+            token = await self._bridge.call(_next, self._generation, keep=self._keep)
+        finally:
+            self._waited_for = False
         if token is None:
             raise StopAsyncIteration
         return token

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -66,6 +67,11 @@ async def by_wait_for(work: Callable[[], Awaitable[None]], arm: Callable[[Callab
         task.result()
 
 
+async def read(answers: embed.EmbeddedGeneration, seen: list[GeneratedToken]) -> None:
+    async for token in answers:
+        seen.append(token)  # noqa: PERF401 (one by one: this is cancelled)
+
+
 @define
 class Turns:
     """The same turn, taken over and over, interrupted one step later each time and read to its end every time."""
@@ -83,8 +89,7 @@ class Turns:
 
             async def turn() -> None:
                 answers.append(await session.generate(PROMPT, max_tokens=N, stop=()))
-                async for token in answers[0]:
-                    seen.append(token)
+                await read(answers[0], seen)
 
             await self.interrupted(turn, lambda act: self.side.interrupter.arm(step, act, self.times))
             acted = self.side.interrupter.disarm()
@@ -132,12 +137,7 @@ def test_an_answer_whose_every_wait_is_given_one_step_more_than_the_last_has_no_
         async with embed.embed_pipeline(side.open) as pipeline, pipeline.session() as session:
             answers = await session.generate(PROMPT, max_tokens=8, stop=())
             for step in itertools.count(1):
-
-                async def read() -> None:
-                    async for token in answers:
-                        seen.append(token)
-
-                await by_cancel(read, partial(side.interrupter.arm, step))
+                await by_cancel(partial(read, answers, seen), partial(side.interrupter.arm, step))
                 if not side.interrupter.disarm():
                     break
             assert session.transcript[len(PROMPT) :] == [token.id for token in seen]
@@ -146,6 +146,49 @@ def test_an_answer_whose_every_wait_is_given_one_step_more_than_the_last_has_no_
     ids, positions = asyncio.run(main())
     assert ids == undisturbed(8)
     assert positions == list(range(len(PROMPT), len(PROMPT) + 8))
+
+
+def test_an_answer_given_up_for_another_turn_still_has_what_the_transcript_has() -> None:
+    async def give_up(side: Fake, pipeline: embed.EmbeddedPipeline, step: int) -> bool:
+        seen: list[GeneratedToken] = []
+        async with pipeline.session() as session:
+            answers = await session.generate(PROMPT, max_tokens=N, stop=())
+
+            await by_cancel(partial(read, answers, seen), partial(side.interrupter.arm, step))
+            acted = side.interrupter.disarm()
+            said = session.transcript[len(PROMPT) :]
+            await answer(session, [7, 8, 9], 1)
+            with suppress(SessionBusy):
+                await read(answers, seen)
+            assert [token.id for token in seen] == said
+        return acted
+
+    async def main() -> int:
+        side = Fake()
+        async with embed.embed_pipeline(side.open) as pipeline:
+            step = 1
+            while await give_up(side, pipeline, step):
+                step += 1
+        return step
+
+    assert asyncio.run(main()) > LEAST_STEPS * N
+
+
+def test_a_second_wait_does_not_overtake_a_first_that_was_cancelled_and_not_waited_for() -> None:
+    async def main() -> list[int]:
+        async with embed.embed_pipeline(Fake().open) as pipeline, pipeline.session() as session:
+            answers = await session.generate(PROMPT, max_tokens=4, stop=())
+            seen = [await anext(answers)]
+            first = asyncio.ensure_future(anext(answers))
+            await asyncio.sleep(0)  # it has begun
+            first.cancel()
+            with pytest.raises(SessionBusy, match="waited for already"):
+                await anext(answers)
+            await asyncio.wait([first])
+            await read(answers, seen)
+        return [token.position for token in seen]
+
+    assert asyncio.run(main()) == list(range(len(PROMPT), len(PROMPT) + 4))
 
 
 def test_a_bridge_that_throws_away_what_nobody_waits_for_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
