@@ -1,7 +1,8 @@
 """A trio run in a thread of its own, for the tasks of one asyncio loop.
 
-Nothing is shared that both threads write. What the loop wants of trio goes through an inbox that trio empties; what trio has
-to tell goes through ``loop.call_soon_threadsafe``. Every method says, by its section, on whose side it runs.
+What the loop wants of trio goes through an inbox that trio empties; what trio has to tell goes through
+``loop.call_soon_threadsafe``. A call is trio's from its start to its end, and the loop's before and after. Every method stands
+in the section of the side it runs on; what any thread may call says so.
 
 Three rules make cancellation exact. A call that was begun always runs, if only up to its first checkpoint, as it would under
 trio. Whoever waits for one waits until its trio side has ended, however often they are cancelled meanwhile. And what that
@@ -194,7 +195,7 @@ class Bridge(AbstractAsyncContextManager["Bridge"]):
         self._closed = True
 
     def abandon(self) -> None:
-        """Tell the run to end, from whatever thread; nobody waits for it."""
+        """Tell the run to end, from any thread; nobody waits for it."""
         self._closed = True
         self.post(self._leave)
 
@@ -214,7 +215,7 @@ class Bridge(AbstractAsyncContextManager["Bridge"]):
             raise
 
     def post(self, function: Callable[[], object]) -> None:
-        """Have trio run a function, in the order of posting: at once, or as soon as the run has begun."""
+        """Have trio run a function, in the order of posting: at once, or as soon as the run has begun. From any thread."""
         self._inbox.append(function)
         if (token := self._token) is not None:
             with suppress(trio.RunFinishedError):
