@@ -7,11 +7,11 @@ any loss are the same call; only the number of tokens differs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import trio
-from attrs import frozen
 
 from dgr.engine.base import LogitsWanted, SamplingParams
 from dgr.errors import (
@@ -29,8 +29,9 @@ from dgr.errors import (
 from dgr.model.machines import Machine
 from dgr.model.prefix import PrefixDigest
 from dgr.runtime.answers import Answer, refused_request, refused_work
-from dgr.runtime.events import Cancelled, Prefilled, RePrefilled, StateLost
+from dgr.runtime.events import Cancelled, Prefilled, PrefillProgress, RePrefilled, StateLost
 from dgr.runtime.generation import Generation
+from dgr.runtime.goals import Goal
 from dgr.runtime.sampling import to_wire
 from dgr.runtime.states import CLIENT, ClientEvent, ClientState
 from dgr.wire import frames
@@ -40,33 +41,6 @@ if TYPE_CHECKING:
     from dgr.runtime.pipeline import Pipeline
 
 __all__ = ["ClientSession"]
-
-
-@frozen
-class _Goal:
-    """What :meth:`ClientSession._commit` shall bring back."""
-
-    #: Rows of logits are wanted from this position on (``rows`` given), or a token after the last one (``sampling``).
-    rows_from: int | None = None
-    sampling: frames.Sampling | None = None
-    rows: Callable[[int, memoryview], None] | None = None
-
-    @property
-    def wants_answer(self) -> bool:
-        return self.sampling is not None or self.rows is not None
-
-    def chunks(self, begin: int, end: int, size: int) -> Iterator[tuple[int, int, LogitsWanted]]:
-        """Cut ``begin..end`` into chunks of at most ``size`` tokens, each with the logits it shall give."""
-        while begin < end:
-            until = min(begin + size, end)
-            if self.rows_from is not None and begin < self.rows_from:
-                until = min(until, self.rows_from)
-                yield begin, until, LogitsWanted.NONE
-            elif self.rows_from is not None:
-                yield begin, until, LogitsWanted.ALL
-            else:
-                yield begin, until, LogitsWanted.LAST if self.sampling and until == end else LogitsWanted.NONE
-            begin = until
 
 
 class ClientSession:
@@ -150,14 +124,14 @@ class ClientSession:
         rows_from = len(self.transcript)
         self._rewrite([*self.transcript, *tokens])
         if tokens:
-            await self._commit(_Goal(rows_from=rows_from, rows=rows))
+            await self._commit(Goal(rows_from=rows_from, rows=rows))
 
     async def prefill(self, tokens: Sequence[int]) -> None:
         """Append ``tokens`` and commit them on every stage, without an answer."""
         self._refuse_if_busy()
         self._rewrite([*self.transcript, *tokens])
         if self.committed < len(self.transcript):
-            await self._commit(_Goal())
+            await self._commit(Goal())
 
     async def frontier(self) -> dict[str, frames.Frontier]:
         """Where the session stands on every stage: address -> counts and digests per component."""
@@ -208,13 +182,13 @@ class ClientSession:
     async def next_token(self, params: SamplingParams) -> frames.Token:
         """Commit the transcript and draw the token after it; the transcript grows by it."""
         self._refuse_if_busy()
-        received = await self._commit(_Goal(sampling=to_wire(params, self._pipeline.n_vocab)))
+        received = await self._commit(Goal(sampling=to_wire(params, self._pipeline.n_vocab)))
         assert received is not None
         assert isinstance(received.frame, frames.Token)
         self.transcript.append(received.frame.token)
         return received.frame
 
-    async def _commit(self, goal: _Goal) -> Received | None:
+    async def _commit(self, goal: Goal) -> Received | None:
         """Bring every stage to the end of the transcript; re-prefill after a loss, a bounded number of times.
 
         Gives the answer to the last chunk; None when there was nothing to run and no answer is wanted.
@@ -246,7 +220,7 @@ class ClientSession:
         self._refuse_if_busy()
         return self._in_use
 
-    async def _settle(self, goal: _Goal | None = None) -> Received | None:
+    async def _settle(self, goal: Goal | None = None) -> Received | None:
         """Reach READY: drain what was cancelled, drop what was lost, open what is not open.
 
         Gives the token that the goal wants when it was drawn already, for a caller who gave up too early.
@@ -272,22 +246,24 @@ class ClientSession:
         self._refuse_if_closed()
         return None
 
-    async def _run(self, goal: _Goal) -> Received | None:
+    async def _run(self, goal: Goal) -> Received | None:
         """Send the chunks back to back, so that all stages work at once; take the answers in order."""
         pipeline, began = self._pipeline, trio.current_time()
         first, end = self.committed, len(self.transcript)
         if self._prefix.position != first:
             self._prefix = PrefixDigest(self.transcript[:first])
-        chunks = goal.chunks(first, end, pipeline.chunk)
-        following = next(chunks, None)
+        chunks = deque(goal.chunks(first, end, pipeline.chunk))
+        several = len(chunks) > 1
         received: Received | None = None
         try:
-            while following is not None or self._outstanding:
-                while following is not None and len(self._outstanding) < pipeline.window:
-                    self._send(*following, goal)
-                    following = next(chunks, None)
+            while chunks or self._outstanding:
+                while chunks and len(self._outstanding) < pipeline.window:
+                    self._send(*chunks.popleft(), goal)
                 received = await self._next_answer("work frame")
-                self._accept(received, goal)
+                position = self._accept(received, goal)
+                if several:
+                    seconds = trio.current_time() - began
+                    pipeline.emit(PrefillProgress(self.id, position - first, end - first, seconds))
         except BaseException:
             self._give_up()
             raise
@@ -305,7 +281,7 @@ class ClientSession:
             raise SessionLost(self._lost_because or "the session was closed")
         return received
 
-    def _send(self, begin: int, end: int, logits: LogitsWanted, goal: _Goal) -> None:
+    def _send(self, begin: int, end: int, logits: LogitsWanted, goal: Goal) -> None:
         tokens = tuple(self.transcript[begin:end])
         seq = self._next_seq
         frame = frames.Tokens(
@@ -323,12 +299,14 @@ class ClientSession:
         self._prefix.extend(tokens)
         self._machine.fire(ClientEvent.SEND)
 
-    def _accept(self, received: Received, goal: _Goal) -> None:
+    def _accept(self, received: Received, goal: Goal) -> int:
+        """Take the answer to a chunk; gives the position it brought every stage to."""
         match received.frame:
-            case frames.Advanced() | frames.Token():
-                return
+            case frames.Advanced(position=position) | frames.Token(position=position):
+                return position
             case frames.Logits() as frame if goal.rows is not None and received.payload is not None:
                 goal.rows(frame.position - frame.n_rows, received.payload)
+                return frame.position
             case frame:
                 raise refused_work(frame)
 

@@ -13,6 +13,7 @@ __all__ = [
     "Cancelled",
     "Event",
     "EventHub",
+    "PrefillProgress",
     "Prefilled",
     "RePrefilled",
     "RouteChanged",
@@ -29,6 +30,21 @@ class Prefilled:
     session: int
     tokens: int
     #: From the first chunk sent to the last one answered.
+    seconds: float
+
+
+@frozen
+class PrefillProgress:
+    """One more chunk of a prefill (or re-prefill) of several chunks was committed on every stage.
+
+    It counts what this prefill runs, not the whole transcript: ``committed`` of ``total`` tokens, after ``seconds``. A loss
+    in mid-way begins a new count.
+    """
+
+    session: int
+    committed: int
+    total: int
+    #: Since the first chunk was sent.
     seconds: float
 
 
@@ -78,10 +94,12 @@ class RouteDown:
     why: str
 
 
-Event: TypeAlias = Prefilled | StateLost | RePrefilled | Cancelled | RouteChanged | RouteDown
+Event: TypeAlias = Prefilled | PrefillProgress | StateLost | RePrefilled | Cancelled | RouteChanged | RouteDown
 
 #: Events kept for a subscriber that does not read; later ones are dropped.
 KEPT_EVENTS = 4096
+#: Reports of progress kept for it: a long prefill must not push out what happened to the route.
+_KEPT_PROGRESS = KEPT_EVENTS // 2
 
 
 class EventHub:
@@ -98,6 +116,8 @@ class EventHub:
 
     def emit(self, event: Event) -> None:
         for subscriber in list(self._subscribers):
+            if isinstance(event, PrefillProgress) and subscriber.statistics().current_buffer_used >= _KEPT_PROGRESS:
+                continue
             try:
                 subscriber.send_nowait(event)
             except trio.WouldBlock:

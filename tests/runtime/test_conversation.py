@@ -20,7 +20,7 @@ from dgr.errors import (
     SessionError,
 )
 from dgr.model.route import LayerRange
-from dgr.runtime.events import Prefilled, RePrefilled
+from dgr.runtime.events import Prefilled, PrefillProgress, RePrefilled
 from dgr.runtime.states import ClientState
 from dgr.testing.fake import FakeEngine, FakeModel, FakeVocabulary
 
@@ -362,7 +362,7 @@ async def test_events_tell_first_prefills(autojump_clock: trio.abc.Clock) -> Non
         await take(session.generate(PROMPT, max_tokens=3))
         happened = seen(events)
         assert kinds(happened) == ["Prefilled"]
-        assert happened[0].tokens == len(PROMPT)
+        assert happened[-1].tokens == len(PROMPT)
 
 
 async def test_residuals_are_whole_numbers(autojump_clock: trio.abc.Clock) -> None:
@@ -380,3 +380,27 @@ async def test_a_negative_number_of_tokens_is_refused(autojump_clock: trio.abc.C
             session.generate(PROMPT, max_tokens=-4)
         assert session.transcript == []
         assert await take(session.generate(PROMPT, max_tokens=0)) == []
+
+
+async def test_a_prefill_of_several_chunks_tells_how_far_it_is(autojump_clock: trio.abc.Clock) -> None:
+    async with open_stages(THREE) as stages, stages.pipeline(THREE) as pipeline, pipeline.session() as session:
+        events = pipeline.events()
+        await session.prefill(PROMPT[:20])
+        told = seen(events)
+        assert [(e.session, e.committed, e.total) for e in told[:-1]] == [(session.id, n, 20) for n in (8, 16, 20)]
+        assert isinstance(told[-1], Prefilled)
+        assert told[-1].seconds == told[-2].seconds
+        # A later turn counts its own tokens; one chunk is no news.
+        await session.prefill(PROMPT[:9])
+        assert [(e.committed, e.total) for e in seen(events) if isinstance(e, PrefillProgress)] == [(8, 9), (9, 9)]
+        await take(session.generate(PROMPT[:7], max_tokens=3))
+        assert not any(isinstance(event, PrefillProgress) for event in seen(events))
+
+
+async def test_progress_does_not_push_out_what_matters_more(autojump_clock: trio.abc.Clock) -> None:
+    async with open_stages(TWO) as stages, stages.pipeline(TWO) as pipeline:
+        events = pipeline.events()
+        for committed in range(10_000):
+            pipeline.emit(PrefillProgress(1, committed, 10_000, 0.0))
+        pipeline.emit(Prefilled(1, 10_000, 0.0))
+        assert isinstance(seen(events)[-1], Prefilled)
