@@ -18,7 +18,6 @@ from dgr.errors import (
     ContextLimitExceeded,
     DgrError,
     InputError,
-    InvalidToken,
     Overloaded,
     PrefillFailed,
     SessionBusy,
@@ -26,9 +25,11 @@ from dgr.errors import (
     SessionLost,
     WireError,
 )
+from dgr.model.arguments import check_whole, token_ids
 from dgr.model.machines import Machine
 from dgr.model.prefix import PrefixDigest
-from dgr.runtime.answers import Answer, refused_request, refused_work
+from dgr.runtime.answers import refused_request, refused_work
+from dgr.runtime.claims import Asked, check_frontier
 from dgr.runtime.events import Cancelled, Prefilled, PrefillProgress, RePrefilled, StateLost
 from dgr.runtime.generation import Generation
 from dgr.runtime.goals import Goal
@@ -36,6 +37,7 @@ from dgr.runtime.sampling import to_wire
 from dgr.runtime.states import CLIENT, ClientEvent, ClientState
 from dgr.wire import frames
 from dgr.wire.framing import Received
+from dgr.wire.nurseries import cancelled_first
 
 if TYPE_CHECKING:
     from dgr.runtime.pipeline import Pipeline
@@ -56,7 +58,7 @@ class ClientSession:
         self._machine = Machine(CLIENT)
         self._in_use = trio.Lock()
         self._prefix = PrefixDigest()
-        self._outstanding: dict[int, Answer] = {}
+        self._outstanding: dict[int, Asked] = {}
         self._next_seq = 1
         #: The epoch in which stages may hold something of it; -1 when none does.
         self._epoch = -1
@@ -97,22 +99,24 @@ class ClientSession:
         :class:`InputError`; nothing was changed then.
         """
         self._refuse_if_busy()
-        if max_tokens is not None and max_tokens < 0:
-            raise InputError(f"max_tokens is {max_tokens}; give 0 or more, or None for as many as the context holds")
-        sampling = sampling or SamplingParams()
-        to_wire(sampling, self._pipeline.n_vocab)
+        if max_tokens is not None:
+            check_whole("max_tokens", max_tokens, 0)
+        sampling, n_vocab = sampling or SamplingParams(), self._pipeline.n_vocab
+        to_wire(sampling, n_vocab)
         vocabulary = self._pipeline.vocabulary
+        ending = None if stop is None else frozenset(token_ids("stop", stop, n_vocab))
         if isinstance(prompt, str):
             if vocabulary is None:
                 raise InputError("a text prompt needs a vocabulary; give token ids, or open the pipeline with one")
             prompt = vocabulary.encode(prompt, add_special=not self.transcript and transcript is None)
-        whole = [*(self.transcript if transcript is None else transcript), *prompt]
+        before = self.transcript if transcript is None else token_ids("transcript", transcript, n_vocab)
+        whole = [*before, *token_ids("prompt", prompt, n_vocab)]
         if not whole:
             raise InputError("there is nothing to go on from: give a prompt of at least one token")
         self._rewrite(whole)
-        if stop is None:
-            stop = () if vocabulary is None or vocabulary.eos is None else (vocabulary.eos,)
-        return Generation(self, sampling, max_tokens, frozenset(stop))
+        if ending is None:
+            ending = frozenset(() if vocabulary is None or vocabulary.eos is None else (vocabulary.eos,))
+        return Generation(self, sampling, max_tokens, ending)
 
     async def logits(self, tokens: Sequence[int], rows: Callable[[int, memoryview], None]) -> None:
         """Append ``tokens`` and hand each chunk's rows of logits to ``rows(position, values)``.
@@ -121,39 +125,37 @@ class ClientSession:
         in mid-way rows may come again, with the same bits.
         """
         self._refuse_if_busy()
-        rows_from = len(self.transcript)
-        self._rewrite([*self.transcript, *tokens])
-        if tokens:
+        rows_from, new = len(self.transcript), token_ids("tokens", tokens, self._pipeline.n_vocab)
+        self._rewrite([*self.transcript, *new])
+        if new:
             await self._commit(Goal(rows_from=rows_from, rows=rows))
 
     async def prefill(self, tokens: Sequence[int]) -> None:
         """Append ``tokens`` and commit them on every stage, without an answer."""
         self._refuse_if_busy()
-        self._rewrite([*self.transcript, *tokens])
+        self._rewrite([*self.transcript, *token_ids("tokens", tokens, self._pipeline.n_vocab)])
         if self.committed < len(self.transcript):
             await self._commit(Goal())
 
     async def frontier(self) -> dict[str, frames.Frontier]:
         """Where the session stands on every stage: address -> counts and digests per component."""
-        async with self._use():
+        async with cancelled_first(), self._use():
             await self._pipeline.wait_live()
             await self._settle()
-            answers = await self._ask(frames.Probe)
+            answers, prefix = await self._ask(frames.Probe), PrefixDigest(self.transcript[: self.committed])
         result = {}
         for address, frame in answers:
             if not isinstance(frame, frames.Frontier):
                 raise refused_request(address, frame)
+            check_frontier(address, frame, prefix)
             result[address] = frame
         return result
 
     # --- transcript ---
 
     def _rewrite(self, transcript: list[int]) -> None:
-        """Set the transcript; refuse what the model cannot take, before anything is changed."""
-        n_vocab, n_ctx = self._pipeline.n_vocab, self._pipeline.context.n_ctx
-        for position, token in enumerate(transcript):
-            if not 0 <= token < n_vocab:
-                raise InvalidToken(f"token id {token} at position {position} is outside the vocabulary of {n_vocab}")
+        """Set the transcript; refuse what the context does not hold, before anything is changed."""
+        n_ctx = self._pipeline.context.n_ctx
         if len(transcript) > n_ctx:
             raise ContextLimitExceeded(
                 f"the prompt and its history are {len(transcript)} tokens (n_prompt), the context holds {n_ctx} (n_ctx);"
@@ -193,7 +195,7 @@ class ClientSession:
 
         Gives the answer to the last chunk; None when there was nothing to run and no answer is wanted.
         """
-        async with self._use():
+        async with cancelled_first(), self._use():
             tries = 0
             while True:
                 await self._pipeline.wait_live()
@@ -274,8 +276,8 @@ class ClientSession:
 
     async def _next_answer(self, what: str) -> Received:
         """The answer to the oldest work in flight."""
-        seq, answer = next(iter(self._outstanding.items()))
-        received = await answer.wait(self._pipeline.timeouts.reply, f"{what} {seq} of session {self.id}")
+        seq, asked = next(iter(self._outstanding.items()))
+        received = await asked.answer.wait(self._pipeline.timeouts.reply, f"{what} {seq} of session {self.id}")
         if self._outstanding.pop(seq, None) is None:
             # It came, and before this task ran the session was lost or closed: the answer counts no more.
             raise SessionLost(self._lost_because or "the session was closed")
@@ -294,7 +296,7 @@ class ClientSession:
         )
         self._pipeline.head.send_nowait(frame)
         self._next_seq += 1
-        self._outstanding[seq] = Answer()
+        self._outstanding[seq] = Asked(frame)
         self._drawing, self._unclaimed = frame.sampling, None
         self._prefix.extend(tokens)
         self._machine.fire(ClientEvent.SEND)
@@ -317,14 +319,17 @@ class ClientSession:
         elif tokens > 1:
             self._pipeline.emit(Prefilled(self.id, tokens, seconds))
 
-    def on_answer(self, seq: int, received: Received) -> None:
-        """From the reader of a control link. Answers to work given up are only counted."""
-        answer = self._outstanding.get(seq)
-        if answer is None:
+    def on_answer(self, address: str, seq: int, received: Received) -> None:
+        """From the reader of a control link. Raises :class:`WireError` for what is not an answer to the request."""
+        asked = self._outstanding.get(seq)
+        if asked is None:
             return
+        stages = self._pipeline.route.stages
+        head, tail = address == stages[0].address, address == stages[-1].address
+        asked.check(received.frame, head=head, tail=tail, n_vocab=self._pipeline.n_vocab)
         if isinstance(received.frame, frames.Advanced | frames.Token | frames.Logits):
             self.committed = max(self.committed, received.frame.position)
-        answer.set(received)
+        asked.answer.set(received)
 
     # --- cancelling and losing ---
 
@@ -373,8 +378,8 @@ class ClientSession:
         self._sent_before_rewrite = []
         self._unclaimed = None
         self._prefix = PrefixDigest()
-        for answer in self._outstanding.values():
-            answer.set(SessionLost(reason))
+        for asked in self._outstanding.values():
+            asked.answer.set(SessionLost(reason))
         self._outstanding = {}
         self._pipeline.emit(StateLost(self.id, reason))
 
@@ -417,8 +422,8 @@ class ClientSession:
         if self.state is ClientState.CLOSED:
             return
         self._machine.fire(ClientEvent.CLOSE)
-        for answer in self._outstanding.values():
-            answer.set(SessionLost("the session was closed"))
+        for asked in self._outstanding.values():
+            asked.answer.set(SessionLost("the session was closed"))
         self._outstanding = {}
         if self._epoch == self._pipeline.epoch:
             try:

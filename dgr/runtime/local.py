@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 
 import trio
@@ -22,7 +22,7 @@ from dgr.runtime.pipeline import Pipeline, Timeouts, open_pipeline_on
 from dgr.runtime.shard import LEAST_IDLE, Shard, limits_of, open_shard
 from dgr.wire.links import Link, LinkStatistics, open_link
 from dgr.wire.memory import memory_transports
-from dgr.wire.nurseries import open_nursery
+from dgr.wire.nurseries import cancelled_first, open_nursery
 
 __all__ = ["LocalCluster", "ShardPolicy", "load_engines", "open_cluster", "open_pipeline"]
 
@@ -65,7 +65,8 @@ class LocalCluster:
         if name in self._shards:
             engine.stop()
             raise InputError(f"a stage {name!r} runs here already; stop it first, or take another name")
-        return await self._nursery.start(self._run, name, engine, policy or ShardPolicy())  # type: ignore[no-any-return]
+        async with cancelled_first():
+            return await self._nursery.start(self._run, name, engine, policy or ShardPolicy())  # type: ignore[no-any-return]
 
     async def _run(
         self,
@@ -257,8 +258,11 @@ async def open_pipeline(
     context = context or ContextParams()
     if memory_budget is not None:
         await trio.to_thread.run_sync(_check_fits, artifacts, route, context, parse_budget(memory_budget))
-    engines = await load_engines(artifacts, ranges, context, threads=threads, mmap=mmap)
-    with LlamaVocabulary(artifacts[0]) as vocabulary:
+    with ExitStack() as loaded:
+        engines = await load_engines(artifacts, ranges, context, threads=threads, mmap=mmap)
+        for engine in engines:
+            loaded.callback(engine.stop)  # a shard stops its engine; not every engine may come to have one
+        vocabulary = loaded.enter_context(LlamaVocabulary(artifacts[0]))
         async with open_cluster() as cluster:
             for ref, engine in zip(route.stages, engines, strict=True):
                 shard = await cluster.start(ref.address, engine, policy)

@@ -37,7 +37,7 @@ from dgr.wire import frames
 from dgr.wire.frames import Key
 from dgr.wire.framing import Received
 from dgr.wire.links import Link
-from dgr.wire.nurseries import open_nursery
+from dgr.wire.nurseries import cancelled_first, open_nursery
 
 __all__ = ["Connector", "Pipeline", "PipelineStatistics", "Timeouts", "Vocabulary", "open_pipeline_on"]
 
@@ -200,7 +200,8 @@ class Pipeline:
         Raises :class:`InvalidRoute` when the stages do not fit together (the old route stays), :class:`PeerRefused` or
         :class:`DeadlineExceeded` when a stage does not fence (the route is then down until it does, or the next change).
         """
-        await self._change(route, only_if_down=False)
+        async with cancelled_first():
+            await self._change(route, only_if_down=False)
 
     async def _change(self, route: Route, *, only_if_down: bool) -> None:
         async with self._changing:
@@ -308,6 +309,8 @@ class Pipeline:
     def _on_answer(self, address: str, received: Received) -> None:
         frame = received.frame
         if isinstance(frame, frames.Fenced):
+            if frame.route != self.route_id:
+                raise WireError("it says that it fenced a route session that is not this pipeline's")
             self._board.settle((address, 0, frame.epoch), received)
         elif isinstance(frame, SessionAnswer):
             if frame.key.route == self.route_id and frame.key.epoch == self.epoch:
@@ -320,14 +323,14 @@ class Pipeline:
         key = frame.key
         if (
             isinstance(frame, frames.Refused)
-            and frame.code is frames.Refusal.SUCCESSOR
+            and (frame.code is frames.Refusal.SUCCESSOR or not key.session)  # it is about the route session itself
             and self.state is RouteState.LIVE
         ):
             self._go_down(f"stage {address}: {frame.message}")
         elif self._board.settle((address, key.session, frame.seq if key.session else key.epoch), received):
             return
         elif (session := self._sessions.get(key.session)) is not None:
-            session.on_answer(frame.seq, received)
+            session.on_answer(address, frame.seq, received)
 
     def _on_loss(self, stage: StageLink, why: str) -> None:
         """A control link ended: waits for that stage fail, and the route is down."""
@@ -433,7 +436,8 @@ async def open_pipeline_on(
         connect, vocabulary=vocabulary, chunk=chunk, window=window, retries=retries, timeouts=timeouts or Timeouts()
     )
     async with open_nursery() as nursery:
-        await nursery.start(pipeline.run, route)
+        async with cancelled_first():
+            await nursery.start(pipeline.run, route)
         try:
             yield pipeline
         finally:

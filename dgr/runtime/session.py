@@ -143,13 +143,16 @@ class SessionActor:
                 await self._serve()
         finally:
             self._machine.fire(SessionEvent.END)
-            with trio.CancelScope(shield=True):
-                await self._stepper.clear(self.lease.slot)  # waits for a step under way
-            if self._machine.state is SessionState.CLOSING:
-                self._machine.fire(SessionEvent.COMMITTED)
-            self._drop_queued()
-            self._on_end(self)
-            self.ended.set()
+            try:
+                with trio.CancelScope(shield=True):
+                    await self._stepper.clear(self.lease.slot)  # waits for a step under way
+                if self._machine.state is SessionState.CLOSING:
+                    self._machine.fire(SessionEvent.COMMITTED)
+                self._on_end(self)
+            finally:
+                # A slot that could not be cleared stays leased for good: what is in it must meet no other session.
+                self._drop_queued()
+                self.ended.set()
 
     async def _serve(self) -> None:
         while True:

@@ -2,13 +2,18 @@
 
 A shard admits several route sessions. Links come in two kinds: a *control* link belongs to one pipeline and carries its
 requests and answers; a *boundary* link comes from a previous stage. The reader of either never waits.
+
+What serves one peer ends alone: whatever goes wrong in a route session or on a link, even by a defect of ours, ends that
+route session or that link, is logged, and is told to its pipeline. The shard and everyone else on it live on.
 """
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import AsyncIterator, Awaitable, Callable, Hashable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from weakref import WeakKeyDictionary
 
 import trio
 from attrs import frozen
@@ -25,9 +30,11 @@ from dgr.wire import frames
 from dgr.wire.frames import Key, Miss, Refusal
 from dgr.wire.framing import Limits, Received
 from dgr.wire.links import Link
-from dgr.wire.nurseries import open_nursery
+from dgr.wire.nurseries import cancelled_first, open_nursery
 
 __all__ = ["LEAST_IDLE", "Dialer", "Shard", "ShardStatistics", "limits_of", "open_shard"]
+
+_log = logging.getLogger("dgr.shard")
 
 #: Seconds without work after which a session may have to make room for another.
 LEAST_IDLE = 1.0
@@ -83,6 +90,29 @@ def _grant(link: Link, size: int) -> None:
         return
 
 
+def _hand_over(
+    supervisor: EpochSupervisor,
+    frame: frames.Open | frames.Close | frames.Probe | frames.Tokens | frames.Cancel,
+    payload: memoryview | None,
+) -> None:
+    match frame:
+        case frames.Tokens():
+            supervisor.work(frame, payload, _nothing)
+        case frames.Cancel():
+            supervisor.cancel(frame)
+        case _:
+            supervisor.request(frame)
+
+
+@contextmanager
+def _confined(what: str) -> Iterator[None]:
+    """A defect of ours ends what serves one peer, and nothing else."""
+    try:
+        yield
+    except Exception:
+        _log.exception("%s ends by a defect; everything else goes on. Please report this", what)
+
+
 async def _close(link: Link) -> None:
     """Nobody reads the link any more: the other side must not wait for what will never come."""
     with trio.CancelScope(shield=True):
@@ -124,6 +154,9 @@ class Shard:
         #: Links whose stage, by its name, waits until a (route, epoch) is admitted here.
         self._awaiting: dict[tuple[bytes, int, str], Link] = {}
         self._nursery: trio.Nursery | None = None
+        #: One connection to a next stage is made at a time for each control link: a pipeline needs no more, and cannot
+        #: have this stage hold many sockets to whoever accepts and says nothing.
+        self._dialing: WeakKeyDictionary[Link, trio.Lock] = WeakKeyDictionary()
         self._leasing = trio.Lock()
         self._evictions = 0
         self._strays = 0
@@ -168,9 +201,10 @@ class Shard:
             await leaving.ended.wait()
         return None
 
-    async def dial(self, own: str, successor: str) -> Link:
-        """The boundary link to a next stage."""
-        return await self._dial(own, successor)
+    async def dial(self, control: Link, own: str, successor: str) -> Link:
+        """The boundary link to a next stage, for a route session of the pipeline behind ``control``."""
+        async with self._dialing.setdefault(control, trio.Lock()):
+            return await self._dial(own, successor)
 
     def pushes_to(self, link: Link) -> bool:
         """Whether some route session sends its boundaries over a link."""
@@ -192,6 +226,10 @@ class Shard:
 
     async def serve_control(self, link: Link) -> None:
         """Read a pipeline's link until it ends; its route sessions end with it, and the link is closed."""
+        with _confined(f"link {link.name}"):
+            await self._serve_control(link)
+
+    async def _serve_control(self, link: Link) -> None:
         async with open_nursery() as nursery:
             try:
                 async for received in link:
@@ -207,15 +245,16 @@ class Shard:
 
     async def serve_boundary(self, link: Link, peer: str) -> None:
         """Read the link of a previous stage, which the route knows as ``peer``, until it ends; the link is closed."""
-        try:
-            async for received in link:
-                self._on_boundary(link, peer, received)
-        except WireError:
-            # As above. The pipeline learns of a dead stage on its own control link to it.
-            pass
-        finally:
-            self._awaiting = {wait: waiting for wait, waiting in self._awaiting.items() if waiting is not link}
-            await _close(link)
+        with _confined(f"link {link.name}"):
+            try:
+                async for received in link:
+                    self._on_boundary(link, peer, received)
+            except WireError:
+                # As above. The pipeline learns of a dead stage on its own control link to it.
+                pass
+            finally:
+                self._awaiting = {wait: waiting for wait, waiting in self._awaiting.items() if waiting is not link}
+                await _close(link)
 
     def _on_boundary(self, link: Link, peer: str, received: Received) -> None:
         frame, payload = received.frame, received.payload
@@ -234,7 +273,8 @@ class Shard:
             supervisor.refuse(frame, f"a boundary came from {peer}, which is not the stage before this one")
             link.grant(size)
         else:
-            supervisor.work(frame, payload, lambda: _grant(link, size))
+            with self._blaming(supervisor):
+                supervisor.work(frame, payload, lambda: _grant(link, size))
 
     def _await_ready(self, link: Link, peer: str, frame: frames.AwaitReady) -> None:
         supervisor = self._routes.get(frame.route)
@@ -251,7 +291,14 @@ class Shard:
 
     async def watch_successor(self, link: Link) -> None:
         """Read what comes back on the link to a next stage until it ends."""
-        why = "closed by the other side"
+        why = "it failed on this side"
+        with _confined(f"link {link.name}"):
+            why = await self._hear_successor(link)
+        for supervisor in list(self._routes.values()):
+            supervisor.successor_lost(link, why)
+
+    async def _hear_successor(self, link: Link) -> str:
+        """Gives why the link ended."""
         try:
             async for received in link:
                 if not isinstance(received.frame, frames.Ready):
@@ -260,9 +307,8 @@ class Shard:
                 if supervisor is not None:
                     supervisor.successor_ready(link, received.frame.epoch)
         except WireError as error:
-            why = str(error)
-        for supervisor in self._routes.values():
-            supervisor.successor_lost(link, why)
+            return str(error)
+        return "closed by the other side"
 
     async def _on_control(
         self, link: Link, frame: frames.Frame, payload: memoryview | None, nursery: trio.Nursery
@@ -272,7 +318,8 @@ class Shard:
                 supervisor = self._routes.get(frame.route) or await self._admit(frame.route, link)
                 if supervisor.control is link:
                     await supervisor.started.wait()
-                    supervisor.request(frame)
+                    with self._blaming(supervisor, frame.epoch):
+                        supervisor.request(frame)
                 elif len(nursery.child_tasks) < _ROUTES_PER_LINK:
                     nursery.start_soon(self._take_over, link, frame, supervisor)
                 else:
@@ -281,13 +328,10 @@ class Shard:
                 known = self._routes.get(frame.key.route)
                 if known is None or known.control is not link:
                     self._answer_stranger(link, frame)
-                elif isinstance(frame, frames.Tokens):
-                    known.work(frame, payload, _nothing)
-                elif isinstance(frame, frames.Cancel):
-                    known.cancel(frame)
                 else:
                     await known.started.wait()  # it may have been taken over in this very moment
-                    known.request(frame)
+                    with self._blaming(known):
+                        _hand_over(known, frame, payload)
             case _:
                 raise WireError(f"{type(frame).__name__} came on a control link")
 
@@ -299,7 +343,8 @@ class Shard:
             supervisor = self._routes.get(frame.route) or await self._admit(frame.route, link)
             if supervisor.control is link:
                 await supervisor.started.wait()
-                supervisor.request(frame)
+                with self._blaming(supervisor, frame.epoch):
+                    supervisor.request(frame)
             else:
                 problem = "the route session belongs to another link"
                 link.send_nowait(frames.Refused(Key(frame.route, frame.epoch, 0), 0, Refusal.PROTOCOL, problem))
@@ -321,9 +366,9 @@ class Shard:
     async def _admit(self, route: bytes, link: Link) -> EpochSupervisor:
         if sum(supervisor.control is link for supervisor in self._routes.values()) >= _ROUTES_PER_LINK:
             raise WireError(f"the link has {_ROUTES_PER_LINK} route sessions already; a pipeline has one")
-        supervisor = EpochSupervisor(route, link, self)
+        tasks, supervisor = self._tasks, EpochSupervisor(route, link, self)
         self._routes[route] = supervisor
-        await self._tasks.start(self._supervise, supervisor)
+        await tasks.start(self._supervise, supervisor)
         return supervisor
 
     async def _supervise(
@@ -331,16 +376,44 @@ class Shard:
     ) -> None:
         try:
             await supervisor.run(task_status=task_status)
+        except Exception as error:
+            self._fail(supervisor, error)  # its sessions are cleared and their slots are back
         finally:
             del self._routes[supervisor.route]
             self._forget_waits(supervisor)
             supervisor.ended.set()
 
+    @contextmanager
+    def _blaming(self, supervisor: EpochSupervisor, epoch: int | None = None) -> Iterator[None]:
+        """A defect in the handling of a frame ends its route session; others may share the link."""
+        try:
+            yield
+        except WireError:
+            raise  # the link's
+        except Exception as error:
+            self._fail(supervisor, error, epoch)
+            supervisor.leave()
+
+    def _fail(self, supervisor: EpochSupervisor, error: Exception, epoch: int | None = None) -> None:
+        _log.error(
+            "route session %s of stage %s ends by a defect; please report this",
+            supervisor.route.hex(),
+            self.name,
+            exc_info=error,
+        )
+        supervisor.fail(f"stage {self.name} failed in this route session: {type(error).__name__}: {error}", epoch)
+
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve until cancelled; on the way out every session ends and every slot is cleared."""
-        # Two nurseries: the stepper must outlive the sessions, which wait for it to clear their slots.
+        # The stepper outlives the sessions, which wait for it to clear their slots, also when all is cancelled at once.
+        stepping = trio.CancelScope(shield=True)
+
+        async def step() -> None:
+            with stepping:
+                await self.stepper.run()
+
         async with open_nursery() as outer:
-            outer.start_soon(self.stepper.run)
+            outer.start_soon(step)
             try:
                 async with open_nursery() as nursery:
                     self._nursery = nursery
@@ -350,7 +423,7 @@ class Shard:
                     finally:
                         self._nursery = None  # it takes no more tasks, though sessions may still be ending in it
             finally:
-                outer.cancel_scope.cancel()
+                stepping.cancel()
 
     def start_soon(self, function: Callable[..., Awaitable[object]], *args: object) -> None:
         """Run a task among the shard's own: a link that it serves. Raises :class:`LinkBroken` when the shard is ending."""
@@ -392,7 +465,8 @@ async def open_shard(
         memory_budget=memory_budget,
     )
     async with open_nursery() as nursery:
-        await nursery.start(shard.run)
+        async with cancelled_first():
+            await nursery.start(shard.run)
         try:
             yield shard
         finally:

@@ -50,8 +50,11 @@ class Host(Protocol):
         """A slot, evicting the oldest idle session of any route if none is free, as long as it is wanted."""
         ...
 
-    async def dial(self, own: str, successor: str) -> Link:
-        """The boundary link to a next stage; ``own`` is the address by which the route knows this one."""
+    async def dial(self, control: Link, own: str, successor: str) -> Link:
+        """The boundary link to a next stage, on behalf of whoever is behind ``control``.
+
+        ``own`` is the address by which the route knows this stage.
+        """
         ...
 
     def announce(self, supervisor: EpochSupervisor) -> None:
@@ -77,6 +80,8 @@ class EpochSupervisor:
         self._machine = Machine(EPOCH)
         self._successor: Link | None = None
         self._successor_ready = trio.Event()
+        #: The fence that is reaching its next stage.
+        self._reaching = trio.CancelScope()
         self._epitaphs: OrderedDict[int, Miss] = OrderedDict()
         self._scope = trio.CancelScope()
         self._nursery: trio.Nursery | None = None
@@ -107,6 +112,11 @@ class EpochSupervisor:
         if self.state is not EpochState.GONE:
             self._machine.fire(EpochEvent.LEAVE)
             self._scope.cancel()
+
+    def fail(self, problem: str, epoch: int | None = None) -> None:
+        """Tell the pipeline that nothing of the route session is left here; it fences anew. ``epoch``: what it fences now."""
+        key = Key(self.route, self.epoch if epoch is None else epoch, 0)
+        self._answer(frames.Refused(key, 0, Refusal.ENGINE, problem[:4096]))
 
     # --- requests, from the control link's reader; none of these waits ---
     #
@@ -193,7 +203,8 @@ class EpochSupervisor:
         self._machine.fire(EpochEvent.FENCE)
         self.epoch, self.predecessor = frame.epoch, frame.predecessor
         self._successor = None
-        self._successor_ready.set()  # an older fence that still waits gives way
+        self._reaching.cancel()  # an older fence that still waits, or dials, gives way
+        self._reaching = trio.CancelScope()
         self._successor_ready = trio.Event()
         self._opening.clear()
         old = list(self.sessions.values())
@@ -219,10 +230,13 @@ class EpochSupervisor:
 
     async def _reach_successor(self, frame: frames.Fence) -> str | None:
         """Connect to the next stage and wait until it admits the epoch; gives what went wrong."""
-        ready = self._successor_ready
-        with trio.move_on_after(self._host.fence_timeout):
+        if self.epoch != frame.epoch:
+            return None
+        scope, ready = self._reaching, self._successor_ready
+        scope.deadline = trio.current_time() + self._host.fence_timeout
+        with scope:
             try:
-                successor = await self._host.dial(frame.stage, frame.successor)
+                successor = await self._host.dial(self.control, frame.stage, frame.successor)
                 if self.epoch == frame.epoch:
                     self._successor = successor
                     await successor.send(frames.AwaitReady(self.route, frame.epoch))

@@ -38,16 +38,21 @@ class _Job(Generic[T]):
 
 
 class Worker:
-    """One thread; it starts with the first call and ends with :meth:`stop`."""
+    """One thread; it starts with the first call and ends with :meth:`stop`, for good."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._jobs: SimpleQueue[_Job[object] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
+        self._stopped = False
 
+    # An interrupt between handing over the job and waiting for it would leave a job that wakes a task which has gone on.
+    @trio.lowlevel.enable_ki_protection
     async def run(self, function: Callable[[], T]) -> T:
         """Run a call in the thread and wait for it; a cancellation is noticed before it and does not cut it short."""
         await trio.lowlevel.checkpoint_if_cancelled()
+        if self._stopped:
+            raise RuntimeError(f"thread {self._name} was stopped: nobody would stop another one")
         if self._thread is None:
             self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
             self._thread.start()
@@ -61,9 +66,11 @@ class Worker:
         return results[0]
 
     def stop(self) -> None:
-        """End the thread once it has nothing left to run; a later call starts another."""
+        """End the thread and wait for its end; idempotent. No call may be in progress."""
+        self._stopped = True
         if self._thread is not None:
             self._jobs.put(None)
+            self._thread.join()
             self._thread = None
 
     def _loop(self) -> None:

@@ -4,9 +4,9 @@ Theory of operation. A link carries *packets*: an 8-byte header (length, kind, s
 holds one msgpack frame. A frame that announces a payload names a *stream*, and its payload follows in ``FRAGMENT``
 packets of that stream, each at most :attr:`Limits.fragment` bytes, in order; packets of other streams may come between
 them, so a long prefill never blocks a control message. The receiver knows a payload's size from the message alone, checks
-it against what was negotiated (n_batch, boundary width, vocabulary), and only then allocates the one buffer into which
-fragments are copied: one copy per received byte. What all payloads under way may hold together is bounded too, so that a
-few hundred hostile bytes cannot make it allocate many times what an honest link ever holds.
+it against what was negotiated (n_batch, boundary width, vocabulary), and only then takes fragments into one buffer that
+grows with them: one copy per received byte, and nothing allocated for what was only announced. What all payloads under
+way may hold together is bounded too, so that a peer cannot make it hold many times what an honest link ever holds.
 
 The state of the framer depends on the bytes alone, never on how they were chopped: frames that came before a bad byte are
 given out, and everything after it is refused.
@@ -138,13 +138,13 @@ def _packets(body: bytes, payload: memoryview, stream: int, fragment_size: int) 
 class _Assembly:
     """A payload under way."""
 
-    __slots__ = ("buffer", "filled", "frame")
+    __slots__ = ("buffer", "frame", "size")
 
     def __init__(self, frame: Frame, size: int) -> None:
         self.frame = frame
-        # A view, because assigning to a slice of the bytearray itself copies twice.
-        self.buffer = memoryview(bytearray(size))
-        self.filled = 0
+        self.size = size
+        # It grows with what comes: an announcement alone, within limits that the other side itself stated, costs nothing.
+        self.buffer = bytearray()
 
 
 class Framer:
@@ -171,7 +171,7 @@ class Framer:
 
     @property
     def _assembling(self) -> int:
-        return sum(len(assembly.buffer) for assembly in self._assemblies.values())
+        return sum(assembly.size for assembly in self._assemblies.values())
 
     def receive(self, data: bytes | bytearray | memoryview) -> list[Received]:
         """Take bytes as they came and give the frames they completed.
@@ -219,7 +219,7 @@ class Framer:
             assembly = self._assemblies.get(stream)
             if assembly is None:
                 raise FrameError(f"a fragment came for stream {stream}, which no frame announced")
-            room = len(assembly.buffer) - assembly.filled
+            room = assembly.size - len(assembly.buffer)
             if not 0 < length <= min(limits.fragment, room):
                 raise FrameError(
                     f"a fragment of {length} bytes came; stream {stream} has room for {room}, fragments for {limits.fragment}"
@@ -239,13 +239,12 @@ class Framer:
                 self._message = None
         elif self._target is not None:
             assembly = self._target
-            assembly.buffer[assembly.filled : assembly.filled + part.nbytes] = part
-            assembly.filled += part.nbytes
+            assembly.buffer += part
             if not self._left:
                 self._target = None
-                if assembly.filled == len(assembly.buffer):
+                if len(assembly.buffer) == assembly.size:
                     del self._assemblies[self._stream]
-                    done.append(Received(assembly.frame, assembly.buffer))
+                    done.append(Received(assembly.frame, memoryview(assembly.buffer)))
         return view[part.nbytes :]
 
     def _end_message(self, body: bytearray, done: list[Received]) -> None:

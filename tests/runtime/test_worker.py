@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import threading
+from queue import SimpleQueue
 
 import pytest
 import trio
@@ -53,11 +55,42 @@ async def test_a_cancellation_waits_for_the_call_that_began() -> None:
     worker.stop()
 
 
-async def test_the_thread_ends() -> None:
+async def test_the_thread_ends_for_good() -> None:
     worker = Worker("a worker")
     thread = await worker.run(threading.current_thread)
     worker.stop()
-    await trio.to_thread.run_sync(thread.join, 10)
     assert not thread.is_alive()
-    assert await worker.run(lambda: 1) == 1  # in another thread
+    with pytest.raises(RuntimeError, match="a worker was stopped"):
+        await worker.run(lambda: 1)
     worker.stop()
+
+
+class _Interrupting:
+    """A queue that is interrupted by Ctrl-C in the very moment in which something was put."""
+
+    def __init__(self, queue: SimpleQueue[object]) -> None:
+        self.get = queue.get
+        self._queue = queue
+
+    def put(self, job: object) -> None:
+        self._queue.put(job)
+        if job is not None:
+            signal.raise_signal(signal.SIGINT)
+
+
+def test_an_interrupt_between_handing_over_and_waiting_is_an_interrupt() -> None:
+    done = []
+
+    async def main() -> None:
+        worker = Worker("a worker")
+        worker._jobs = _Interrupting(worker._jobs)
+        try:
+            await worker.run(lambda: done.append(True))
+            await trio.lowlevel.checkpoint()
+        finally:
+            worker.stop()
+
+    with pytest.raises(KeyboardInterrupt):
+        trio.run(main)
+    assert done == [True]
+    assert not any(thread.name == "a worker" for thread in threading.enumerate())

@@ -8,7 +8,8 @@ import pytest
 import trio
 from trio.testing import MockClock
 
-from dgr.wire.nurseries import open_nursery
+from dgr.errors import LinkBroken
+from dgr.wire.nurseries import cancelled_first, open_nursery
 
 
 class OurError(Exception):
@@ -109,16 +110,25 @@ async def test_two_errors_leave_as_a_group(inside: bool) -> None:
     assert {type(error) for error in caught.value.exceptions} == {OurError, KeyError}
 
 
-async def test_a_lone_error_in_a_callers_own_nursery_leaves_as_itself_too() -> None:
-    error = OurError("inner")
+@pytest.mark.parametrize("depth", [1, 2, 5])
+@pytest.mark.parametrize("size", [1, 2])
+async def test_a_group_that_the_block_raised_leaves_as_it_is(depth: int, size: int) -> None:
+    group = ExceptionGroup("the caller's own", [OurError(f"{number}") for number in range(size)])
+    inside = group.exceptions
+    with pytest.raises(ExceptionGroup) as caught:
+        await run(block=group, depth=depth)
+    assert caught.value is group
+    assert group.exceptions == inside
 
+
+async def test_a_callers_own_nursery_keeps_its_meaning() -> None:
     async def main() -> None:
         async with open_nursery(), trio.open_nursery() as inner:
-            inner.start_soon(fail, error)
+            inner.start_soon(fail, OurError("inner"))
 
-    with pytest.raises(OurError) as caught:
+    with pytest.raises(ExceptionGroup) as caught:
         await main()
-    assert caught.value is error
+    assert [type(error) for error in caught.value.exceptions] == [OurError]
 
 
 async def test_start_hands_on_the_error_of_a_task_that_did_not_start() -> None:
@@ -151,23 +161,84 @@ async def test_an_inner_cancellation_ends_the_nursery_and_nothing_else(autojump_
     await trio.lowlevel.checkpoint()
 
 
-async def test_an_error_on_the_way_out_of_a_cancellation_is_not_lost(autojump_clock: MockClock) -> None:
+@pytest.mark.parametrize("depth", [1, 2, 5])
+@pytest.mark.parametrize("beside", [0, 1, 3])
+async def test_an_error_that_meets_a_cancellation_leaves_as_itself(
+    autojump_clock: MockClock, depth: int, beside: int
+) -> None:
+    """A refusal may be on its way while whoever asked is being cancelled: ``except`` must still see it."""
+    error = OurError("cleaning up")
+
     async def fail_when_cancelled() -> None:
         try:
             await trio.sleep_forever()
         finally:
-            raise OurError("cleaning up")
+            raise error
+
+    async def nest(depth: int) -> None:
+        async with open_nursery() as nursery:
+            for _ in range(beside):
+                nursery.start_soon(trio.sleep_forever)
+            if depth:
+                await nest(depth - 1)
+            nursery.start_soon(fail_when_cancelled)
+            await trio.sleep_forever()
+
+    with trio.move_on_after(1) as scope:
+        with pytest.raises(OurError) as caught:
+            await nest(0)
+        assert caught.value is error
+        assert error.__context__ is None or isinstance(error.__context__, trio.Cancelled)
+        await trio.lowlevel.checkpoint()  # whoever handled it hears of the cancellation again
+    assert scope.cancelled_caught
+
+
+async def test_several_errors_leave_without_the_cancellations_among_them(autojump_clock: MockClock) -> None:
+    async def fail_when_cancelled(error: OurError) -> None:
+        try:
+            await trio.sleep_forever()
+        finally:
+            raise error
 
     async def main() -> None:
-        with trio.move_on_after(1):
-            async with open_nursery() as nursery:
-                nursery.start_soon(fail_when_cancelled)
-                await trio.sleep_forever()
+        async with open_nursery() as nursery:
+            nursery.start_soon(fail_when_cancelled, OurError("one"))
+            nursery.start_soon(fail_when_cancelled, OurError("two"))
+            await trio.sleep_forever()
 
-    # What is cancelled beside it is the scope's to take; the error goes on, in the group it was in with the Cancelled.
-    with pytest.raises(ExceptionGroup) as caught:
+    with trio.move_on_after(1), pytest.raises(ExceptionGroup) as caught:
         await main()
-    assert [type(error) for error in caught.value.exceptions] == [OurError]
+    assert sorted(str(error) for error in caught.value.exceptions) == ["one", "two"]
+
+
+async def test_one_error_told_to_several_tasks_is_one_error() -> None:
+    error = OurError("the link is gone")
+    with pytest.raises(OurError) as caught:
+        await run(error, error, error)
+    assert caught.value is error
+
+
+@pytest.mark.parametrize("cancelled", [True, False])
+async def test_what_broke_gives_way_to_a_cancellation(cancelled: bool) -> None:
+    with trio.CancelScope() as scope:
+        if cancelled:
+            scope.cancel()
+        try:
+            async with cancelled_first():
+                raise LinkBroken("because we leave")
+        except LinkBroken:
+            assert not cancelled
+            return
+    assert cancelled
+    assert scope.cancelled_caught
+
+
+async def test_what_is_not_of_a_link_stays_what_it_is_beside_a_cancellation() -> None:
+    with trio.CancelScope() as scope:
+        scope.cancel()
+        with pytest.raises(OurError):
+            async with cancelled_first():
+                raise OurError("the caller's own")
 
 
 async def test_a_deadline_inside_stays_a_too_slow_error(autojump_clock: MockClock) -> None:
@@ -184,3 +255,10 @@ async def test_a_deadline_inside_stays_a_too_slow_error(autojump_clock: MockCloc
 def test_an_interrupt_leaves_as_itself() -> None:
     with pytest.raises(KeyboardInterrupt):
         trio.run(run, KeyboardInterrupt())
+
+
+def test_links_that_break_because_of_an_interrupt_do_not_hide_it() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        trio.run(run, KeyboardInterrupt(), LinkBroken("one"), LinkBroken("two"))
+    with pytest.raises(BaseExceptionGroup):
+        trio.run(run, KeyboardInterrupt(), OurError("the caller's own"))
