@@ -15,7 +15,16 @@ from attrs import evolve, frozen
 
 from dgr.engine.base import EngineDescription
 from dgr.engine.vocab import LlamaVocabulary
-from dgr.errors import DeadlineExceeded, DgrError, FrameError, InputError, InvalidRoute, LinkBroken, PeerRefused
+from dgr.errors import (
+    DeadlineExceeded,
+    DgrError,
+    FrameError,
+    InputError,
+    InvalidRoute,
+    LinkBroken,
+    Overloaded,
+    PeerRefused,
+)
 from dgr.model.mtp import refuse_value
 from dgr.model.route_file import RouteFile, read_route_file
 from dgr.model.state_map import ContextShape
@@ -46,7 +55,8 @@ class LinkPolicy:
     handshake: float = 10.0
     #: Seconds after which an idle link shows a sign of life; a peer silent for three is given up.
     heartbeat: float = 2.0
-    #: Links a stage holds at once, and as many connections that are not greeted yet; more are refused as they come.
+    #: Links a stage holds at once, as many connections that are not greeted yet, and as many links to next stages; more
+    #: are refused as they come.
     max_links: int = 64
 
 
@@ -217,6 +227,11 @@ class StageServer:
                 link = self._next.get(pair)
                 if link is None:
                     await self._drop_unused()
+                    if len(self._next) >= self._policy.max_links:
+                        raise Overloaded(
+                            f"this stage holds {len(self._next)} links to next stages, and takes no more than"
+                            f" {self._policy.max_links}"
+                        )
                     link = await self._nursery.start(self._hold, own, successor)
                 return link
         finally:
@@ -251,6 +266,10 @@ class StageServer:
             if not started:
                 raise
             _log.warning("link to stage %s: %s", successor, error)
+        except Exception:
+            if not started:
+                raise
+            _log.exception("link to stage %s ends by a defect; everything else goes on", successor)
 
     # --- from pipelines and previous stages ---
 
@@ -289,6 +308,8 @@ class StageServer:
             _log.warning("%s: %s", who, error)
         except OSError as error:
             _log.warning("%s: the connection failed before it was a link: %s", who, error)
+        except Exception:
+            _log.exception("%s: the link ends by a defect; everything else goes on", who)
         finally:
             if greeted:
                 self._links -= 1

@@ -7,6 +7,7 @@ plain port) is told apart from a broken stage.
 
 from __future__ import annotations
 
+import ssl
 import struct
 
 import trio
@@ -38,6 +39,12 @@ async def exchange_preamble(transport: trio.abc.Stream, seconds: float) -> None:
         raise DeadlineExceeded(f"the other side did not say what it speaks within {seconds:g} s") from None
     except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
         cause = error.__cause__ or error
+        if isinstance(cause, ssl.SSLError) and "ALERT_" in (cause.reason or ""):
+            # With TLS 1.3 a client has done its part before the other side looks at its certificate.
+            reason = cause.reason.rpartition("ALERT_")[2].replace("_", " ").lower()
+            raise LinkBroken(
+                f"the other side refused our certificate: {reason}; both sides need valid certificates of one CA (`dgr keys`)"
+            ) from error
         raise LinkBroken(f"the other side closed the link before it said what it speaks: {cause}") from error
     magic, version, schema = _PREAMBLE.unpack(theirs)
     if magic != _MAGIC:

@@ -86,6 +86,8 @@ class Link:
         self.limits = limits
         #: Payload bytes the other side takes before it grants more; None: any number.
         self._credit: int | None = None
+        #: What it took at first; it can never grant more than that.
+        self._most_credit = 0
         self._heartbeat = heartbeat
         self._transport = transport
         self._framer = Framer(limits)
@@ -129,6 +131,7 @@ class Link:
         self.limits = limits
         self._framer.limits = limits if incoming is None else incoming
         self._credit = credit
+        self._most_credit = credit or 0
         self._framer.allowance = granted
 
     # --- sending ---
@@ -345,9 +348,7 @@ class Link:
         """Deal with what concerns the link alone."""
         match frame:
             case Credit():
-                if self._credit is not None:
-                    self._credit += frame.bytes
-                    self._admit()
+                self._take_credit(frame.bytes)
             case Ping():
                 if frame.nonce and self._is_open:
                     self.send_nowait(Pong(frame.nonce))
@@ -356,6 +357,22 @@ class Link:
             case _:
                 return False
         return True
+
+    def _take_credit(self, n_bytes: int) -> None:
+        if self._credit is None:
+            return
+        if n_bytes > self._most_credit - self._credit:
+            taken = self._most_credit - self._credit
+            self._refuse(FrameError(f"{n_bytes} bytes of credit came back; {taken} bytes of payload were sent on it"))
+            return
+        self._credit += n_bytes
+        self._admit()
+
+    def _refuse(self, error: FrameError) -> None:
+        """The other side broke the protocol: nothing more of it is taken."""
+        self._received.clear()
+        self._end = error
+        self._break(f"the other side broke the protocol: {error}")
 
     async def _fill(self) -> None:
         """Read once."""

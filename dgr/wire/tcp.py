@@ -5,6 +5,7 @@ Between hosts TLS 1.3 with certificates on both sides is the rule; plain TCP nee
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import re
 import ssl
@@ -32,6 +33,10 @@ __all__ = [
 ]
 
 Transport: TypeAlias = "trio.SocketStream | trio.SSLStream[trio.SocketStream]"
+
+#: Seconds for telling a peer why its handshake failed, at most.
+_LAST_WORDS = 1.0
+_READ = 65536
 
 _PORT = re.compile(r"[0-9]{1,5}")
 
@@ -177,6 +182,8 @@ async def _handshake(stream: trio.SSLStream[trio.SocketStream], seconds: float, 
         await trio.aclose_forcefully(stream)
         raise DeadlineExceeded(f"{who} did not finish the TLS handshake within {seconds:g} s") from None
     except (trio.BrokenResourceError, ssl.SSLError) as error:
+        with trio.move_on_after(_LAST_WORDS):
+            await _say_why(stream)
         await trio.aclose_forcefully(stream)
         cause = error.__cause__ or error
         raise LinkBroken(
@@ -185,6 +192,23 @@ async def _handshake(stream: trio.SSLStream[trio.SocketStream], seconds: float, 
     except trio.Cancelled:
         await trio.aclose_forcefully(stream)  # nobody else holds it yet
         raise
+
+
+async def _say_why(stream: trio.SSLStream[trio.SocketStream]) -> None:
+    """Send the alert of a failed handshake: trio keeps it (python-trio/trio#3413), and the other side learns nothing.
+
+    Then hear the other side out: closing over bytes that nobody read would reset the connection, and the alert be lost.
+    """
+    outgoing: ssl.MemoryBIO | None = getattr(stream, "_outgoing", None)
+    alert = b"" if outgoing is None else outgoing.read()
+    if not alert:
+        return
+    transport = stream.transport_stream
+    with contextlib.suppress(trio.BrokenResourceError, trio.ClosedResourceError):
+        await transport.send_all(alert)
+        await transport.send_eof()
+        while await transport.receive_some(_READ):
+            pass
 
 
 def peer_names(stream: Transport) -> frozenset[str] | None:

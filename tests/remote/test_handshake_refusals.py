@@ -7,6 +7,7 @@ import socket
 import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 
 import msgspec
 import pytest
@@ -262,6 +263,70 @@ async def test_a_next_stage_that_is_no_address_is_a_refusal_and_not_the_end_of_t
             assert "is not HOST:PORT" in answer.message
         assert head.server._dialing == {}
         await hosts.assert_serving([head, tail])
+
+
+@asynccontextmanager
+async def tar_pits(count: int) -> AsyncIterator[tuple[list[str], list[int]]]:
+    """Addresses that take connections and say nothing, and how many connections each holds."""
+    held = [0] * count
+
+    async def hold(index: int, stream: trio.SocketStream) -> None:
+        held[index] += 1
+        try:
+            await read_to_end(stream)
+        finally:
+            held[index] -= 1
+
+    async with trio.open_nursery() as nursery:
+        listeners = []
+        for index in range(count):
+            serve = partial(trio.serve_tcp, partial(hold, index), 0, host="127.0.0.1")
+            listeners += await nursery.start(serve)
+        yield ["{}:{}".format(*each.socket.getsockname()) for each in listeners], held
+        nursery.cancel_scope.cancel()
+
+
+async def test_a_newer_fence_gives_up_the_dial_of_an_older_one() -> None:
+    async with open_hosts(LinkPolicy(handshake=60)) as hosts, tar_pits(3) as (pits, held):
+        head, tail = await hosts.start_all(TWO)
+        async with hosts.connector()(head.address) as (link, _):
+            for epoch, pit in enumerate(pits, 1):
+                link.send_nowait(Fence(b"r" * 16, epoch, head.address, "", pit))
+                await until(lambda pit=epoch - 1: held[pit] == 1, what="the dial")
+                await until(lambda: sum(held) == 1, what="the end of the older dial")
+            link.send_nowait(Fence(b"r" * 16, 9, head.address, "", ""))
+            assert isinstance((await anext(link)).frame, frames.Fenced)
+            await until(lambda: sum(held) == 0, what="the end of the last dial")
+        await hosts.assert_serving([head, tail])
+
+
+async def test_one_control_link_has_one_dial_made_at_a_time() -> None:
+    async with open_hosts(LinkPolicy(handshake=60)) as hosts, tar_pits(8) as (pits, held):
+        head, tail = await hosts.start_all(TWO)
+        async with hosts.connector()(head.address) as (link, _):
+            for number, pit in enumerate(pits):
+                link.send_nowait(Fence(bytes([number]) * 16, 1, f"{NAME}{number % 4}", "", pit))
+            await until(lambda: sum(held) == 1, what="a dial")
+            await until(lambda: head.shard.statistics().routes == 8, what="every route session")
+            assert sum(held) == 1
+        await until(lambda: sum(held) == 0, what="the end of the dials")
+        await hosts.assert_serving([head, tail])
+
+
+async def test_links_to_next_stages_are_as_many_as_links_may_be() -> None:
+    async with open_hosts(LinkPolicy(handshake=HANDSHAKE, max_links=2)) as hosts:
+        head = await hosts.start("0:2")
+        tails = [await hosts.start("2:6") for _ in range(3)]
+        async with hosts.connector()(head.address) as (link, _):
+            answers = []
+            for number, tail in enumerate(tails):
+                async with hosts.connector()(tail.address) as (other, _):
+                    route = bytes([number]) * 16
+                    link.send_nowait(Fence(route, 1, NAME, "", tail.address))
+                    other.send_nowait(Fence(route, 1, tail.address, NAME, ""))
+                    answers.append((await anext(link)).frame)
+        assert [type(answer) for answer in answers] == [frames.Fenced, frames.Fenced, Refused]
+        assert "takes no more than 2" in answers[2].message
 
 
 # --- capabilities ---

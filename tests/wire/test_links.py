@@ -732,6 +732,19 @@ async def test_without_credit_payloads_wait_and_control_frames_do_not(autojump_c
         nursery.cancel_scope.cancel()
 
 
+@pytest.mark.parametrize("excess", [1, 2**40, 2**63 - 1])
+async def test_more_credit_than_was_used_breaks_the_protocol(autojump_clock: MockClock, excess: int) -> None:
+    async with linked(credit=40) as pair:
+        await pair.left.send(*boundary(1))
+        await take(pair.right, 1)
+        pair.right.grant(16)
+        pair.right.grant(excess)
+        with pytest.raises(FrameError, match=f"{excess} bytes of credit came back; 0 bytes"):
+            await take(pair.left, 1)
+        with pytest.raises(LinkBroken):
+            pair.left.send_nowait(Pong(1))
+
+
 async def test_a_cancelled_wait_for_credit_uses_none(autojump_clock: MockClock) -> None:
     async with linked(credit=16) as pair, trio.open_nursery() as nursery:
         nursery.start_soon(take_all, pair.left, [])
