@@ -141,6 +141,8 @@ async def _generate(args: argparse.Namespace) -> int:
                 tokens.append(token)
                 if not args.json:
                     print(token.text, end="", flush=True)
+            if not args.json:
+                print(generation.tail, end="", flush=True)
             ended = trio.current_time()
             transcript = list(session.transcript)
         told = [_event(event) for event in _drain(events)]
@@ -148,7 +150,7 @@ async def _generate(args: argparse.Namespace) -> int:
     result = {
         "prompt_tokens": transcript[:n_prompt],
         "tokens": [token.id for token in tokens],
-        "text": "".join(token.text for token in tokens),
+        "text": "".join(token.text for token in tokens) + generation.tail,
         "finish_reason": generation.finish_reason,
         "stages": stages,
         "seconds": {"to_first_token": first - began, "decode": ended - first},

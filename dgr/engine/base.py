@@ -13,6 +13,7 @@ from typing import Protocol, runtime_checkable
 
 from attrs import field, frozen
 
+from dgr.model.arguments import flag, member, text, whole
 from dgr.model.route import LayerRange
 
 __all__ = [
@@ -29,6 +30,10 @@ __all__ = [
     "TopLogprob",
     "Work",
 ]
+
+
+#: Native code counts in 32 bits.
+_INT_MAX = 2**31 - 1
 
 
 class Numerics(StrEnum):
@@ -53,20 +58,23 @@ class LogitsWanted(IntEnum):
 
 @frozen
 class ContextParams:
-    """Parameters that every stage of a route shares; the handshake compares them."""
+    """Parameters that every stage of a route shares; the handshake compares them.
+
+    Raises :class:`~dgr.errors.InputError` for a value of another type or out of range.
+    """
 
     #: Tokens one sequence can hold (padded to 256 by upstream; the padded value is what stages compare).
-    n_ctx: int = 4096
+    n_ctx: int = field(default=4096, validator=whole(1, _INT_MAX))
     #: Most tokens in one native call, over all sequences.
-    n_batch: int = 512
+    n_batch: int = field(default=512, validator=whole(1, _INT_MAX))
     #: Most tokens in one native sub-batch; fixes the ring geometry and so the bits.
-    n_ubatch: int = 512
+    n_ubatch: int = field(default=512, validator=whole(1, _INT_MAX))
     #: Sequence slots; state for all of them is allocated up front.
-    n_seq_max: int = 1
+    n_seq_max: int = field(default=1, validator=whole(1, _INT_MAX))
     #: K-cache type: ``f16`` or ``f32`` (or another type the numerics in force admit).
-    type_k: str = "f16"
-    flash_attn: bool = True
-    numerics: Numerics = Numerics.EXACT
+    type_k: str = field(default="f16", validator=text())
+    flash_attn: bool = field(default=True, validator=flag())
+    numerics: Numerics = field(default=Numerics.EXACT, validator=member(Numerics))
 
 
 @frozen

@@ -26,19 +26,23 @@ from dgr.engine.base import (
     Work,
 )
 from dgr.engine.files import native_path
-from dgr.engine.native import Native, default_native, kernel_fingerprint, runtime_version
+from dgr.engine.native import Native, NativeHandle, default_native, kernel_fingerprint, runtime_version
 from dgr.engine.numerics import require_certified
 from dgr.errors import EngineError, InputError
+from dgr.model.arguments import check_flag, check_whole
 from dgr.model.artifact import Artifact
 from dgr.model.mtp import CAPABILITY, RESERVED, refuse_value
 from dgr.model.route import LayerRange
 from dgr.model.state_map import Component
 from dgr.model.v4 import ARCHITECTURE
 
-__all__ = ["ADAPTER", "LlamaEngine", "draw_seed", "estimate_memory"]
+__all__ = ["ADAPTER", "MOST_THREADS", "LlamaEngine", "draw_seed", "estimate_memory"]
 
 #: Name and version of this adapter; grows when its behaviour towards other stages changes.
 ADAPTER = "llama-v4/1"
+
+#: More compute threads than any machine has cores: what is above is a mistake.
+MOST_THREADS = 2**15
 
 #: ggml_type of the K cache types the shim knows.
 _TYPE_K = {"f32": 0, "f16": 1, "q8_0": 8}
@@ -76,13 +80,11 @@ def _open(
     params = native.ffi.new("dgr_stage_params *", native.lib.dgr_stage_params_default())
     params.layer_begin, params.layer_end = layers.begin, layers.end
     for name in ("n_ctx", "n_batch", "n_ubatch", "n_seq_max"):
-        value = getattr(context, name)
-        if not 0 < value <= 2**31 - 1:
-            raise InputError(f"{name} is {value}; give a number from 1 to {2**31 - 1}")
-        setattr(params, name, value)
+        setattr(params, name, getattr(context, name))
     threads = options.get("threads", 1)
-    if not 0 < threads <= 2**15:
-        raise InputError(f"threads is {threads}; give the number of cores that are free")
+    check_whole("threads", threads, 1, MOST_THREADS)
+    for name in ("mmap", "check_tensors", "dry_run"):
+        check_flag(name, options.get(name, False))
     params.n_threads = threads
     params.type_k = _TYPE_K[context.type_k]
     params.flash_attn = context.flash_attn
@@ -125,7 +127,7 @@ def estimate_memory(
         native.lib.dgr_stage_close(stage)
 
 
-class LlamaEngine:
+class LlamaEngine(NativeHandle):
     """One native stage. See :class:`~dgr.engine.base.ShardEngine` for the methods."""
 
     inline = False

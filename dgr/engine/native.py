@@ -8,7 +8,7 @@ import json
 import logging
 from functools import lru_cache
 from importlib.metadata import version
-from typing import Any
+from typing import Any, NoReturn
 
 from dgr.errors import (
     ArtifactError,
@@ -20,7 +20,7 @@ from dgr.errors import (
     NonFinite,
 )
 
-__all__ = ["Native", "build_info", "default_native", "kernel_fingerprint", "runtime_version"]
+__all__ = ["Native", "NativeHandle", "build_info", "default_native", "kernel_fingerprint", "runtime_version"]
 
 _log = logging.getLogger("dgr.llama_cpp")
 
@@ -58,6 +58,13 @@ class Native:
             lib.DGR_ERR_FULL: ContextLimitExceeded,
             lib.DGR_ERR_NON_FINITE: NonFinite,
         }.get(status, EngineError)
+
+
+class NativeHandle:
+    """Something that owns native memory: a copy would free it a second time, and another process does not have it."""
+
+    def __reduce_ex__(self, _protocol: object) -> NoReturn:
+        raise TypeError(f"a {type(self).__name__} owns native memory and cannot be copied or pickled; open another one")
 
 
 @lru_cache(maxsize=1)

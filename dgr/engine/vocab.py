@@ -6,14 +6,14 @@ import os
 from pathlib import Path
 
 from dgr.engine.files import native_path
-from dgr.engine.native import default_native
+from dgr.engine.native import NativeHandle, default_native
 from dgr.errors import InvalidToken
 from dgr.model.artifact import Artifact
 
 __all__ = ["LlamaVocabulary"]
 
 
-class LlamaVocabulary:
+class LlamaVocabulary(NativeHandle):
     """Text to token ids and back. Not thread-safe; close it or use it as a context manager."""
 
     def __init__(self, model: str | Path | Artifact) -> None:

@@ -21,6 +21,7 @@ __all__ = [
     "check_text",
     "check_whole",
     "flag",
+    "instance",
     "member",
     "number",
     "optional",
@@ -103,6 +104,14 @@ def member(kind: type[M]) -> Validator:
     return _field(lambda name, value: check_member(name, value, kind))
 
 
+def instance(kind: type) -> Validator:
+    def check(_instance: Any, attribute: Any, value: Any) -> None:
+        if not isinstance(value, kind):
+            raise InputError(f"{attribute.name} is {_shown(value)}; give a {kind.__name__}")
+
+    return check
+
+
 def optional(validator: Validator) -> Validator:
     def check(instance: Any, attribute: Any, value: Any) -> None:
         if value is not None:
@@ -114,20 +123,23 @@ def optional(validator: Validator) -> Validator:
 # --- token ids -------------------------------------------------------------------------------------------------------
 
 
-def token_ids(name: str, tokens: object, n_vocab: int) -> list[int]:
-    """Token ids of any integer type (numpy's too) as Python's own. Raises :class:`~dgr.errors.InvalidToken`."""
+def token_ids(name: str, tokens: object, n_vocab: int, first: int = 0) -> list[int]:
+    """Token ids of any integer type (numpy's too) as Python's own. Raises :class:`~dgr.errors.InvalidToken`.
+
+    ``first``: the position of the first one, for the message.
+    """
     if isinstance(tokens, str | bytes | bytearray | memoryview) or not isinstance(tokens, Iterable):
         raise InvalidToken(f"{name} is {_shown(tokens)}; give token ids, a sequence of whole numbers below {n_vocab}")
     ids: list[int] = []
-    for position, token in enumerate(tokens):
+    for position, token in enumerate(tokens, first):
         try:
             value = operator.index(token)
         except TypeError:
             value = -1
         if isinstance(token, bool) or not 0 <= value < n_vocab:
             raise InvalidToken(
-                f"token id {_shown(token)} at position {position} of {name} is outside the vocabulary of {n_vocab};"
-                f" give whole numbers from 0 to {n_vocab - 1}"
+                f"token id {_shown(token)} at position {position} ({name}) is outside the vocabulary of {n_vocab}: give whole"
+                f" numbers from 0 to {n_vocab - 1}"
             )
         ids.append(value)
     return ids

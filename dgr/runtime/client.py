@@ -110,7 +110,7 @@ class ClientSession:
                 raise InputError("a text prompt needs a vocabulary; give token ids, or open the pipeline with one")
             prompt = vocabulary.encode(prompt, add_special=not self.transcript and transcript is None)
         before = self.transcript if transcript is None else token_ids("transcript", transcript, n_vocab)
-        whole = [*before, *token_ids("prompt", prompt, n_vocab)]
+        whole = [*before, *token_ids("prompt", prompt, n_vocab, len(before))]
         if not whole:
             raise InputError("there is nothing to go on from: give a prompt of at least one token")
         self._rewrite(whole)
@@ -125,7 +125,7 @@ class ClientSession:
         in mid-way rows may come again, with the same bits.
         """
         self._refuse_if_busy()
-        rows_from, new = len(self.transcript), token_ids("tokens", tokens, self._pipeline.n_vocab)
+        rows_from, new = len(self.transcript), token_ids("tokens", tokens, self._pipeline.n_vocab, len(self.transcript))
         self._rewrite([*self.transcript, *new])
         if new:
             await self._commit(Goal(rows_from=rows_from, rows=rows))
@@ -133,7 +133,8 @@ class ClientSession:
     async def prefill(self, tokens: Sequence[int]) -> None:
         """Append ``tokens`` and commit them on every stage, without an answer."""
         self._refuse_if_busy()
-        self._rewrite([*self.transcript, *token_ids("tokens", tokens, self._pipeline.n_vocab)])
+        new = token_ids("tokens", tokens, self._pipeline.n_vocab, len(self.transcript))
+        self._rewrite([*self.transcript, *new])
         if self.committed < len(self.transcript):
             await self._commit(Goal())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from dgr.engine.base import ContextParams, EngineDescription, Numerics
-from dgr.errors import InvalidRoute
+from dgr.errors import InputError, InvalidRoute
 from dgr.model.mtp import CAPABILITY, CONTRACT, asks_for_mtp, not_executable, refuse_capabilities
 from dgr.model.route import LayerRange
 from dgr.wire import frames
@@ -65,34 +65,40 @@ def describe_identity(identity: frames.Identity) -> EngineDescription:
     """The description behind an identity. Raises :class:`~dgr.errors.InvalidRoute` for values that make no sense."""
     context = identity.context
     try:
-        numerics = Numerics(context.numerics)
+        return EngineDescription(
+            adapter=identity.adapter,
+            architecture=identity.architecture,
+            artifact=identity.artifact,
+            runtime=identity.runtime,
+            layers=LayerRange(identity.layer_begin, identity.layer_end),
+            n_layers=identity.n_layers,
+            n_vocab=identity.n_vocab,
+            width_in=identity.width_in,
+            width_out=identity.width_out,
+            token_sideband=identity.token_sideband,
+            kernel_fingerprint=identity.kernel_fingerprint,
+            components=identity.components,
+            context=ContextParams(
+                n_ctx=context.n_ctx,
+                n_batch=context.n_batch,
+                n_ubatch=context.n_ubatch,
+                n_seq_max=context.n_seq_max,
+                type_k=context.type_k,
+                flash_attn=context.flash_attn,
+                numerics=_numerics(context.numerics),
+            ),
+            capabilities=dict(identity.capabilities),
+            devices=identity.devices,
+        )
+    except InputError as error:
+        raise InvalidRoute(f"a stage says of itself what cannot be: {error}") from error
+
+
+def _numerics(name: str) -> Numerics:
+    try:
+        return Numerics(name)
     except ValueError:
-        raise InvalidRoute(f"a stage runs numerics {context.numerics!r}; this dgr knows exact and native") from None
-    return EngineDescription(
-        adapter=identity.adapter,
-        architecture=identity.architecture,
-        artifact=identity.artifact,
-        runtime=identity.runtime,
-        layers=LayerRange(identity.layer_begin, identity.layer_end),
-        n_layers=identity.n_layers,
-        n_vocab=identity.n_vocab,
-        width_in=identity.width_in,
-        width_out=identity.width_out,
-        token_sideband=identity.token_sideband,
-        kernel_fingerprint=identity.kernel_fingerprint,
-        components=identity.components,
-        context=ContextParams(
-            n_ctx=context.n_ctx,
-            n_batch=context.n_batch,
-            n_ubatch=context.n_ubatch,
-            n_seq_max=context.n_seq_max,
-            type_k=context.type_k,
-            flash_attn=context.flash_attn,
-            numerics=numerics,
-        ),
-        capabilities=dict(identity.capabilities),
-        devices=identity.devices,
-    )
+        raise InvalidRoute(f"it runs numerics {name!r}; this dgr knows exact and native") from None
 
 
 def check_alike(who: str, theirs: frames.Identity, ours: frames.Identity) -> None:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
 
 import trio
-from attrs import frozen
+from attrs import field, frozen
 
 from dgr.engine.base import ContextParams, EngineDescription, ShardEngine
 from dgr.engine.budget import check_budget, parse_budget
-from dgr.engine.llama import LlamaEngine, estimate_memory
+from dgr.engine.llama import MOST_THREADS, LlamaEngine, estimate_memory
 from dgr.engine.vocab import LlamaVocabulary
 from dgr.errors import DgrError, InputError, LinkBroken
+from dgr.model.arguments import check_flag, check_whole, number, optional, whole
 from dgr.model.artifact import Artifact
 from dgr.model.mtp import refuse_value
 from dgr.model.route import LayerRange, Route, StageRef, parse_split
@@ -32,12 +33,12 @@ class ShardPolicy:
     """How a shard treats its sessions."""
 
     #: Seconds after which an idle session is dropped.
-    time_to_live: float = math.inf
+    time_to_live: float = field(default=math.inf, validator=number(0))
     #: Seconds without work after which a session may have to make room for another. Between two tokens a session is idle
     #: for a moment: without this, two conversations on one slot would evict each other at every token.
-    least_idle: float = LEAST_IDLE
+    least_idle: float = field(default=LEAST_IDLE, validator=number(0))
     #: Bytes of weights, state and compute buffers a stage may take; None: whatever it takes.
-    memory_budget: int | None = None
+    memory_budget: int | None = field(default=None, validator=optional(whole(1)))
 
 
 class LocalCluster:
@@ -176,6 +177,8 @@ async def load_engines(
 
     ``model``: what all of them load, or one artifact (a slice, say) per range.
     """
+    check_whole("threads", threads, 1, MOST_THREADS)
+    check_flag("mmap", mmap)
     if isinstance(model, str | Path):
         model = await trio.to_thread.run_sync(Artifact.open, model)
     artifacts = [model] * len(ranges) if isinstance(model, Artifact) else list(model)
@@ -201,6 +204,25 @@ async def load_engines(
             engine.stop()
         raise
     return [engines[index] for index in range(len(ranges))]
+
+
+def _models(model: object) -> list[str | Path]:
+    models: list[str | Path] = []
+    for path in model if isinstance(model, Iterable) and not isinstance(model, str) else (model,):
+        if not isinstance(path, str | Path):
+            raise InputError(f"model is {path!r}; give the path of a GGUF, or one slice per stage")
+        models.append(path)
+    if not models:
+        raise InputError("no model was given; give a GGUF, or one slice per stage")
+    return models
+
+
+def _ranges(split: object) -> tuple[LayerRange, ...]:
+    ranges = tuple(split) if isinstance(split, Iterable) else (split,)
+    for layers in ranges:
+        if not isinstance(layers, LayerRange):
+            raise InputError(f"split has {layers!r}; give a text like '0:15,15:29', or layer ranges")
+    return ranges
 
 
 def _check_fits(artifacts: Sequence[Artifact], route: Route, context: ContextParams, budget: int) -> None:
@@ -238,13 +260,12 @@ async def open_pipeline(
     :class:`~dgr.errors.MtpNotExecutable`. Leaving the block frees everything.
     """
     refuse_value("mtp", mtp)
-    models = [model] if isinstance(model, str | Path) else list(model)
-    if not models:
-        raise InputError("no model was given; give a GGUF, or one slice per stage")
+    check_whole("threads", threads, 1, MOST_THREADS)
+    models = _models(model)
     artifacts = [await trio.to_thread.run_sync(Artifact.open, path) for path in models]
     n_layers = artifacts[0].hp.n_layers
     if split is not None:
-        ranges = parse_split(split, n_layers) if isinstance(split, str) else tuple(split)
+        ranges = parse_split(split, n_layers) if isinstance(split, str) else _ranges(split)
     else:
         ranges = (LayerRange(0, n_layers),) if len(artifacts) == 1 else tuple(each.layers for each in artifacts)
     if len(artifacts) == 1:
@@ -257,6 +278,8 @@ async def open_pipeline(
     route.check(n_layers)
     context = context or ContextParams()
     if memory_budget is not None:
+        if not isinstance(memory_budget, str):
+            check_whole("memory_budget", memory_budget, 1)
         await trio.to_thread.run_sync(_check_fits, artifacts, route, context, parse_budget(memory_budget))
     with ExitStack() as loaded:
         engines = await load_engines(artifacts, ranges, context, threads=threads, mmap=mmap)

@@ -12,18 +12,18 @@ from contextlib import asynccontextmanager
 from typing import Protocol, TypeAlias
 
 import trio
-from attrs import frozen
+from attrs import field, frozen
 
 from dgr.engine.base import ContextParams, EngineDescription
 from dgr.errors import (
     ClosedError,
     DeadlineExceeded,
     DgrError,
-    InputError,
     LinkBroken,
     SessionLost,
     WireError,
 )
+from dgr.model.arguments import check_whole, number
 from dgr.model.machines import Machine
 from dgr.model.route import Route
 from dgr.runtime.answers import Answer, refused_request
@@ -73,14 +73,14 @@ class Vocabulary(Protocol):
 
 @frozen
 class Timeouts:
-    """Every wait of a pipeline, seconds."""
+    """Every wait of a pipeline, seconds (``math.inf``: for ever)."""
 
     #: For the answer to one chunk, from the moment it is the oldest in flight.
-    reply: float = 120.0
+    reply: float = field(default=120.0, validator=number(0))
     #: For Opened, Closed, Frontier. A Close waits for the step that runs, so this is no shorter than ``reply``.
-    control: float = 120.0
+    control: float = field(default=120.0, validator=number(0))
     #: For Fenced from every stage, and for a session waiting until the route is live.
-    route: float = 60.0
+    route: float = field(default=60.0, validator=number(0))
 
 
 @frozen
@@ -425,13 +425,11 @@ async def open_pipeline_on(
     ``chunk``: tokens of one prefill chunk (default n_ubatch). ``window``: chunks of one session in flight (default
     stages + 1). ``retries``: re-prefills tried for one request before :class:`~dgr.errors.PrefillFailed`.
     """
-    for name, value, least, most in (
-        ("chunk", chunk, 1, None),
-        ("window", window, 1, INBOX),  # more would not fit a session's inbox on a stage
-        ("retries", retries, 0, None),
-    ):
-        if value is not None and (value < least or (most is not None and value > most)):
-            raise InputError(f"{name} is {value}, must be at least {least}" + (f" and at most {most}" if most else ""))
+    if chunk is not None:
+        check_whole("chunk", chunk, 1)
+    if window is not None:
+        check_whole("window", window, 1, INBOX)  # more would not fit a session's inbox on a stage
+    check_whole("retries", retries, 0)
     pipeline = Pipeline(
         connect, vocabulary=vocabulary, chunk=chunk, window=window, retries=retries, timeouts=timeouts or Timeouts()
     )

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import trio
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 
 from dgr.engine.base import EngineDescription
 from dgr.engine.vocab import LlamaVocabulary
@@ -25,6 +25,7 @@ from dgr.errors import (
     Overloaded,
     PeerRefused,
 )
+from dgr.model.arguments import flag, instance, number, optional, whole
 from dgr.model.mtp import refuse_value
 from dgr.model.route_file import RouteFile, read_route_file
 from dgr.model.state_map import ContextShape
@@ -49,15 +50,15 @@ class LinkPolicy:
     """How links between processes behave."""
 
     #: TLS credentials of this process; None: plain TCP, on loopback only unless ``allow_plain``.
-    credentials: Credentials | None = None
-    allow_plain: bool = False
+    credentials: Credentials | None = field(default=None, validator=optional(instance(Credentials)))
+    allow_plain: bool = field(default=False, validator=flag())
     #: Seconds for connecting, for TLS and for the handshake, each.
-    handshake: float = 10.0
+    handshake: float = field(default=10.0, validator=number(0, above=True))
     #: Seconds after which an idle link shows a sign of life; a peer silent for three is given up.
-    heartbeat: float = 2.0
+    heartbeat: float = field(default=2.0, validator=number(0, above=True))
     #: Links a stage holds at once, as many connections that are not greeted yet, and as many links to next stages; more
     #: are refused as they come.
-    max_links: int = 64
+    max_links: int = field(default=64, validator=whole(1))
 
 
 def _arriving(limits: Limits, role: Role) -> Limits:

@@ -6,7 +6,10 @@ the sampler it would come too late.
 
 from __future__ import annotations
 
+import math
+import operator
 import re
+import struct
 
 import msgspec
 
@@ -17,30 +20,39 @@ from dgr.wire import frames
 __all__ = ["from_wire", "sampling_problem", "to_wire"]
 
 _FIELD = re.compile(r"\$\[(\d+)\]")
+_FLOATS = ("temperature", "top_p", "min_p", "repeat_penalty", "frequency_penalty", "presence_penalty")
+#: Field -> least, whether least itself is refused, most, and the value that turns it off.
+_RANGES = {
+    "temperature": (0.0, False, math.inf, 0.0),
+    "top_p": (0.0, True, 1.0, 1.0),
+    "min_p": (0.0, False, 1.0, 0.0),
+    "repeat_penalty": (0.0, True, math.inf, 1.0),
+}
 
 
 def to_wire(params: SamplingParams, n_vocab: int) -> frames.Sampling:
     """The frame's part. Raises :class:`InputError` for a value that no stage would take."""
-    sampling = frames.Sampling(
-        params.temperature,
-        params.top_k,
-        params.top_p,
-        params.min_p,
-        params.repeat_penalty,
-        params.frequency_penalty,
-        params.presence_penalty,
-        params.penalty_last_n,
-        params.seed,
-        params.choice,
-        params.top_logprobs,
-    )
+    if not isinstance(params, SamplingParams):
+        raise InputError(f"sampling is {params!r}; give SamplingParams")
+    values = {name: _plain(name, getattr(params, name)) for name in frames.Sampling.__struct_fields__}
     try:
-        msgspec.convert(msgspec.structs.astuple(sampling), frames.Sampling)
+        sampling = msgspec.convert(tuple(values.values()), frames.Sampling)
     except msgspec.ValidationError as error:
         raise InputError(f"sampling parameters are refused: {_named(str(error))}") from error
     if (problem := sampling_problem(sampling, n_vocab)) is not None:
         raise InputError(problem)
     return sampling
+
+
+def _plain(name: str, value: object) -> int | float:
+    """A number of any type (numpy's too) as Python's own."""
+    try:
+        if isinstance(value, bool | str | bytes | bytearray):
+            raise TypeError
+        return float(value) if name in _FLOATS else operator.index(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        kind = "a number" if name in _FLOATS else "a whole number"
+        raise InputError(f"sampling parameters are refused: {name} is {value!r}; give {kind}") from None
 
 
 def _named(message: str) -> str:
@@ -68,13 +80,15 @@ def from_wire(sampling: frames.Sampling | None) -> SamplingParams | None:
 
 
 def sampling_problem(sampling: frames.Sampling, n_vocab: int) -> str | None:
-    """What a sampler would refuse of values that the schema lets pass."""
-    if sampling.top_p <= 0:
-        return f"top_p is {sampling.top_p:g}, must be above 0 (1 turns it off)"
-    if sampling.min_p > 1:
-        return f"min_p is {sampling.min_p:g}, must be at most 1 (0 turns it off)"
-    if sampling.repeat_penalty <= 0:
-        return f"repeat_penalty is {sampling.repeat_penalty:g}, must be above 0 (1 turns it off)"
+    """What a sampler would refuse of values that the schema lets pass. It computes in float32: so they are rounded first."""
+    for name, (least, above, most, off) in _RANGES.items():
+        value = getattr(sampling, name)
+        rounded = struct.unpack("f", struct.pack("f", value))[0]
+        if rounded > most or rounded < least or (above and rounded == least):
+            limits = f"above {least:g}" if above else f"{least:g} or more"
+            limits += "" if most == math.inf else f" and at most {most:g}"
+            as_float = "" if rounded == value else f", which is {rounded:g} as a float32"
+            return f"{name} is {value:g}{as_float}; it must be {limits} ({off:g} turns it off)"
     if sampling.top_logprobs > n_vocab:
         return f"top_logprobs is {sampling.top_logprobs}, must be at most the vocabulary of {n_vocab}"
     return None

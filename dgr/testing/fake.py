@@ -155,9 +155,6 @@ class FakeEngine:
             raise InvalidLayerRange(
                 f"layers {layers} end beyond the last main layer; the model has {self.model.n_layers}"
             )
-        for name in ("n_ctx", "n_batch", "n_ubatch", "n_seq_max"):
-            if getattr(context, name) < 1:
-                raise InputError(f"{name} is {getattr(context, name)}; give a number from 1 on")
         if context.n_ubatch > context.n_batch:
             raise InputError(f"n_ubatch is {context.n_ubatch}, must be in 1..n_batch ({context.n_batch})")
         self.faults: list[Fault] = []

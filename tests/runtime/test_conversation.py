@@ -156,6 +156,46 @@ async def test_text_comes_and_goes_through_the_vocabulary(autojump_clock: trio.a
         assert text == bytes(reference(list("Grüße".encode()), 6)).decode()
 
 
+class _Cut(FakeVocabulary):
+    """Every token is the first byte of a character of three."""
+
+    def piece(self, token: int) -> bytes:
+        return bytes([0xE2 + token % 2])
+
+
+@pytest.mark.parametrize("end", ["length", "stop", "context"])
+async def test_an_answer_cut_in_mid_character_has_the_same_text_however_it_ends(
+    autojump_clock: trio.abc.Clock, end: str
+) -> None:
+    prompt = PROMPT if end != "context" else (PROMPT * 4)[: CONTEXT.n_ctx - 3]
+    expected = reference(prompt, 4)
+    assert expected[3] not in expected[:3]
+    options = {"length": {"max_tokens": 3}, "stop": {"stop": [expected[3]]}, "context": {"stop": ()}}[end]
+    async with (
+        open_stages(TWO) as stages,
+        stages.pipeline(TWO, vocabulary=_Cut()) as pipeline,
+        pipeline.session() as session,
+    ):
+        generation = session.generate(prompt, **options)
+        tokens = [token async for token in generation]
+        answer = expected[:3] if end != "context" else expected
+        assert (generation.finish_reason, [token.id for token in tokens]) == (end, answer)
+        whole = b"".join(_Cut().piece(token) for token in answer).decode("utf-8", "replace")
+        assert "".join(token.text for token in tokens) + generation.tail == whole
+        assert generation.tail == ("\ufffd" if end == "stop" else "")
+
+
+async def test_an_answer_of_nothing_has_no_tail(autojump_clock: trio.abc.Clock) -> None:
+    async with (
+        open_stages(TWO) as stages,
+        stages.pipeline(TWO, vocabulary=_Cut()) as pipeline,
+        pipeline.session() as session,
+    ):
+        generation = session.generate(PROMPT, max_tokens=0)
+        assert [token async for token in generation] == []
+        assert (generation.finish_reason, generation.tail) == ("length", "")
+
+
 async def test_a_stop_token_ends_the_answer(autojump_clock: trio.abc.Clock) -> None:
     expected = reference(PROMPT, 5)
     async with open_stages(TWO) as stages, stages.pipeline(TWO) as pipeline, pipeline.session() as session:

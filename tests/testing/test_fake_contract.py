@@ -370,8 +370,6 @@ def test_greedy_text_is_printable_and_ends() -> None:
     ("layers", "context", "error"),
     [
         (LayerRange(3, 9), CONTEXT, InvalidLayerRange),
-        (None, evolve(CONTEXT, n_ctx=0), InputError),
-        (None, evolve(CONTEXT, n_seq_max=0), InputError),
         (None, evolve(CONTEXT, n_ubatch=17), InputError),
     ],
 )
