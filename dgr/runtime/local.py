@@ -208,7 +208,7 @@ async def load_engines(
 
 def _models(model: object) -> list[str | Path]:
     models: list[str | Path] = []
-    for path in model if isinstance(model, Iterable) and not isinstance(model, str) else (model,):
+    for path in model if isinstance(model, Iterable) and not isinstance(model, str | bytes) else (model,):
         if not isinstance(path, str | Path):
             raise InputError(f"model is {path!r}; give the path of a GGUF, or one slice per stage")
         models.append(path)

@@ -1,0 +1,222 @@
+"""Values of another type or out of range are refused by name, before anything changes."""
+
+from __future__ import annotations
+
+import copy
+import math
+import pickle
+from collections.abc import Callable
+from decimal import Decimal
+from fractions import Fraction
+
+import numpy as np
+import pytest
+import trio
+from conversations import reference, take
+from harness import TWO, open_stages
+
+import dgr
+from dgr.engine.base import ContextParams, Numerics, SamplingParams
+from dgr.errors import InputError, InvalidToken
+from dgr.runtime.local import ShardPolicy
+from dgr.runtime.pipeline import Pipeline, Timeouts
+from dgr.runtime.remote import LinkPolicy
+from dgr.runtime.sampling import sampling_problem, to_wire
+from dgr.wire import frames
+
+PROMPT = list(b"The quick brown fox")
+NAN = math.nan
+
+
+# --- option structs ---
+
+ABSURD = {
+    Timeouts: {"reply": (NAN, -1, "1", None, True), "control": (NAN,), "route": (NAN, -math.inf)},
+    ShardPolicy: {
+        "time_to_live": (NAN, -1, "9", None, True),
+        "least_idle": (NAN, -0.1, None),
+        "memory_budget": (NAN, 0, 1.5, "1GiB", True, math.inf),
+    },
+    LinkPolicy: {
+        "handshake": (NAN, 0, -1, "1", None),
+        "heartbeat": (NAN, 0, None),
+        "max_links": (0, 1.0, NAN, "64", True),
+        "allow_plain": (1, None, "yes"),
+        "credentials": ("ca.pem", ("ca.pem", "a.pem", "a.key")),
+    },
+    ContextParams: {
+        **dict.fromkeys(("n_ctx", "n_batch", "n_ubatch", "n_seq_max"), (0, -1, 1.5, NAN, "5", None, True, 2**31)),
+        "type_k": (16, None),
+        "flash_attn": (1, "on", None),
+        "numerics": ("exact", None, 0),
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("struct", "name", "value"),
+    [(struct, name, value) for struct, names in ABSURD.items() for name, values in names.items() for value in values],
+)
+def test_an_absurd_option_is_refused_by_name(struct: type, name: str, value: object) -> None:
+    with pytest.raises(InputError, match=rf"{name} is .*; give "):
+        struct(**{name: value})
+
+
+def test_sensible_options_are_taken() -> None:
+    Timeouts(reply=math.inf, control=0, route=1)
+    ShardPolicy(time_to_live=math.inf, least_idle=0, memory_budget=2**40)
+    LinkPolicy(handshake=0.1, heartbeat=1, max_links=1, allow_plain=True)
+    ContextParams(n_ctx=2**31 - 1, numerics=Numerics.NATIVE)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"threads": "1"}, "threads is '1'"),
+        ({"threads": 0}, "threads is 0"),
+        ({"threads": NAN}, "threads is nan"),
+        ({"threads": True}, "threads is True"),
+        ({"memory_budget": NAN}, "memory_budget is nan"),
+        ({"memory_budget": 1.5}, "memory_budget is 1.5"),
+        ({"mmap": 1}, "mmap is 1"),
+        ({"split": ["0:5"]}, "split has '0:5'"),
+        ({"split": 5}, "split has 5"),
+        ({"split": [None]}, "split has None"),
+        ({"chunk": 1.5}, "chunk is 1.5"),
+        ({"window": "2"}, "window is '2'"),
+        ({"retries": NAN}, "retries is nan"),
+        ({"model": 5}, "model is 5"),
+        ({"model": None}, "model is None"),
+        ({"model": [5]}, "model is 5"),
+        ({"model": b"model.gguf"}, "model is b.model.gguf"),
+        ({"model": []}, "no model was given"),
+    ],
+)
+async def test_an_absurd_argument_of_open_pipeline_is_refused_by_name(small, options: dict, words: str) -> None:
+    options = {"model": small, "context": ContextParams(n_ctx=256, n_batch=64, n_ubatch=32), **options}
+    with pytest.raises(InputError, match=words):
+        async with dgr.open_pipeline(**options):
+            pass
+
+
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_what_owns_native_memory_is_not_copied(small, how: Callable[[object], object]) -> None:
+    engine = dgr.LlamaEngine(small, context=ContextParams(n_ctx=256, n_batch=64, n_ubatch=32))
+    with dgr.LlamaVocabulary(small) as vocabulary:
+        for owner in (engine, vocabulary):
+            with pytest.raises(TypeError, match="owns native memory"):
+                how(owner)
+    engine.stop()
+
+
+# --- token ids ---
+
+WRONG_TOKENS = [
+    True, np.bool_(True), 1.0, 1.5, NAN, Decimal(1), Fraction(1), np.float32(1), None, "1", "é", b"1", [1], (), -1, 257, 2**70,
+]  # fmt: skip
+NOT_TOKENS = [None, 5, 1.5, b"abc", bytearray(b"abc"), object()]
+INTEGERS = [np.int8, np.uint8, np.int32, np.int64, np.uint64, int]
+
+
+async def _ways(pipeline: Pipeline, session: dgr.ClientSession, tokens: object) -> list[Callable]:
+    async def prefill() -> None:
+        await session.prefill(tokens)
+
+    async def logits() -> None:
+        await session.logits(tokens, lambda _position, _values: None)
+
+    async def prompt() -> None:
+        session.generate(tokens)
+
+    async def transcript() -> None:
+        session.generate(transcript=tokens)
+
+    async def stop() -> None:
+        session.generate([1], stop=tokens)
+
+    return [prefill, logits, prompt, transcript, stop]
+
+
+@pytest.mark.parametrize("wrong", [*([1, wrong] for wrong in WRONG_TOKENS), *NOT_TOKENS], ids=repr)
+async def test_what_is_not_a_token_is_refused_before_anything_changes(
+    autojump_clock: trio.abc.Clock, wrong: object
+) -> None:
+    async with open_stages(TWO) as stages, stages.pipeline(TWO) as pipeline, pipeline.session() as session:
+        await take(session.generate(PROMPT, max_tokens=2))
+        before, run = list(session.transcript), stages.tokens_run(TWO)
+        for way in await _ways(pipeline, session, wrong):
+            if wrong is None and way.__name__ in ("transcript", "stop"):
+                continue  # None is their default
+            with pytest.raises(InvalidToken):
+                await way()
+            assert session.transcript == before
+        assert stages.tokens_run(TWO) == run
+        assert await take(session.generate(max_tokens=3)) == reference(before, 3)
+
+
+@pytest.mark.parametrize("integer", INTEGERS)
+async def test_any_integer_type_is_a_token(autojump_clock: trio.abc.Clock, integer: type) -> None:
+    tokens = [integer(token) for token in PROMPT]
+    for given in (tokens, tuple(tokens), np.array(tokens)):
+        async with open_stages(TWO) as stages, stages.pipeline(TWO) as pipeline, pipeline.session() as session:
+            assert await take(session.generate(given, max_tokens=3, stop=())) == reference(PROMPT, 3)
+            assert {type(token) for token in session.transcript} == {int}
+
+
+@pytest.mark.parametrize("value", [2.5, NAN, -1, True, "3", 1.0, math.inf, [3]])
+async def test_an_odd_number_of_tokens_is_refused(autojump_clock: trio.abc.Clock, value: object) -> None:
+    async with open_stages(TWO) as stages, stages.pipeline(TWO) as pipeline, pipeline.session() as session:
+        with pytest.raises(InputError, match="max_tokens is"):
+            session.generate(PROMPT, max_tokens=value)
+        assert session.transcript == []
+
+
+# --- sampling ---
+
+REFUSED = {
+    "temperature": (-1, -1e-30, NAN, math.inf, 1e39, "0.7", None, True),
+    "top_k": (-1, 1.5, NAN, 2**31, "5", True),
+    "top_p": (0, -0.5, 1.5, 1e-46, 1 + 1e-6, NAN),
+    "min_p": (-0.1, 1.5, NAN),
+    "repeat_penalty": (0, -1, 1e-46, NAN, 1e39),
+    "frequency_penalty": (NAN, math.inf, -1e39, "1"),
+    "presence_penalty": (NAN, math.inf, None),
+    "penalty_last_n": (-2, 1.5, 2**31),
+    "seed": (-1, 1.5, 2**63, NAN, "7", True),
+    "choice": (-1, 2**32, 0.5),
+    "top_logprobs": (-1, 65, 1.5, True),
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in REFUSED.items() for value in values])
+async def test_a_sampling_value_is_refused_before_a_token_is_committed(
+    autojump_clock: trio.abc.Clock, name: str, value: object
+) -> None:
+    async with open_stages(TWO) as stages, stages.pipeline(TWO) as pipeline, pipeline.session() as session:
+        with pytest.raises(InputError, match=name):
+            session.generate(PROMPT, sampling=SamplingParams(**{name: value}))
+        assert (session.transcript, stages.tokens_run(TWO)) == ([], [0, 0])
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("temperature", 1e-46), ("top_p", 1 + 1e-9), ("min_p", -1e-46), ("repeat_penalty", 1e-45), ("min_p", 1 + 1e-9)],
+)
+def test_a_value_is_checked_as_the_float32_that_it_becomes(name: str, value: float) -> None:
+    assert sampling_problem(to_wire(SamplingParams(**{name: value}), 257), 257) is None
+
+
+def test_numbers_of_numpy_are_sampling_values() -> None:
+    params = SamplingParams(temperature=np.float32(0.5), seed=np.int64(7), top_k=np.uint8(3))
+    sampling = to_wire(params, 257)
+    assert sampling == to_wire(SamplingParams(temperature=0.5, seed=7, top_k=3), 257)
+    frames.encode_message(
+        frames.Tokens(frames.Key(bytes(16), 1, 1), 1, frames.Expectation(0, bytes(16)), (1,), 1, sampling)
+    )
+
+
+@pytest.mark.parametrize("sampling", [5, "greedy", {"temperature": 0.5}])
+async def test_only_sampling_params_are_sampling(autojump_clock: trio.abc.Clock, sampling: object) -> None:
+    async with open_stages(TWO) as stages, stages.pipeline(TWO) as pipeline, pipeline.session() as session:
+        with pytest.raises(InputError, match="sampling is"):
+            session.generate(PROMPT, sampling=sampling)
