@@ -10,6 +10,7 @@ import trio
 from conversations import reference, take
 from harness import CONTEXT, THREE, TWO, Stages, open_stages
 
+from dgr.errors import LinkBroken
 from dgr.model.route import LayerRange
 from dgr.runtime.local import ShardPolicy, open_cluster
 from dgr.runtime.shard import Shard
@@ -161,3 +162,36 @@ def test_a_cancelled_turn_leaves_a_session_that_goes_on() -> None:
         trio.run(live, lambda: None)
         step += 2
     assert step > 20
+
+
+@pytest.mark.parametrize(
+    "raised",
+    [
+        ExceptionGroup("the caller's own", [ValueError("one")]),
+        ExceptionGroup("the caller's own", [ValueError("one"), LinkBroken("two")]),
+        BaseExceptionGroup("the caller's own", [ExceptionGroup("inner", [ValueError("one")]), KeyboardInterrupt()]),
+        ValueError("alone"),
+        LinkBroken("the caller's own"),
+        KeyboardInterrupt(),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("beside_a_timeout", [False, True])
+def test_what_a_block_raises_leaves_as_it_is(raised: BaseException, beside_a_timeout: bool) -> None:
+    async def main() -> None:
+        with trio.CancelScope() as scope:
+            async with open_cluster() as cluster:
+                stages = Stages(cluster, CONTEXT, ShardPolicy(least_idle=0))
+                for name in TWO.split(","):
+                    await stages.start(name)
+                async with stages.pipeline(TWO) as pipeline, pipeline.session() as session:
+                    await take(session.generate(PROMPT, max_tokens=1))
+                    if beside_a_timeout:
+                        scope.cancel()
+                    raise raised
+
+    with pytest.raises(type(raised)) as caught:
+        trio.run(main)
+    assert repr(caught.value) == repr(raised)
+    if not beside_a_timeout:  # a cancelled scope of trio's builds groups anew
+        assert caught.value is raised

@@ -1,0 +1,70 @@
+"""A timeout around a pipeline of native stages, at any moment: it ends quietly, and no thread or descriptor is left."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from pathlib import Path
+
+import pytest
+import trio
+
+import dgr
+from dgr.engine.base import ContextParams
+
+CONTEXT = ContextParams(n_ctx=256, n_batch=64, n_ubatch=32, n_seq_max=2)
+SPLIT = "0:2,2:4,4:7"
+#: Where Linux lists what a process has open.
+_FILES = Path("/proc/self/fd")
+
+
+class CancelAt(trio.abc.Instrument):
+    """Cancels a scope just before the ``step``-th step that any task takes."""
+
+    def __init__(self, step: int, scope: trio.CancelScope) -> None:
+        self.left = step
+        self.scope = scope
+
+    def before_task_step(self, task: trio.lowlevel.Task) -> None:  # noqa: ARG002
+        self.left -= 1
+        if self.left == 0:
+            self.scope.cancel()
+
+
+async def _live(model: Path, step: int) -> bool:
+    """Open, prefill, decode and close, cancelled at a step; gives whether there was such a step."""
+    with trio.CancelScope() as scope:
+        killer = CancelAt(step, scope)
+        trio.lowlevel.add_instrument(killer)
+        try:
+            async with dgr.open_pipeline(model, SPLIT, context=CONTEXT) as pipeline, pipeline.session() as session:
+                async for _ in session.generate(list(range(70)), max_tokens=2, stop=()):
+                    pass
+        finally:
+            trio.lowlevel.remove_instrument(killer)
+    return killer.left <= 0
+
+
+def _held() -> tuple[set[threading.Thread], int]:
+    gc.collect()
+    # Threads of trio's own pool, which load models, end after ten idle seconds.
+    mine = {thread for thread in threading.enumerate() if thread.name == "dgr-engine"}
+    return mine, len(list(_FILES.iterdir())) if _FILES.is_dir() else 0
+
+
+def _cancel_everywhere(model: Path, first: int, stride: int) -> int:
+    trio.run(_live, model, -1)
+    before, step = _held(), first
+    while trio.run(_live, model, step):
+        assert _held() == before, f"cancelled at step {step}"
+        step += stride
+    return step
+
+
+def test_a_cancelled_pipeline_leaves_nothing(small: Path) -> None:
+    assert _cancel_everywhere(small, 20, 53) > 150
+
+
+@pytest.mark.slow
+def test_a_cancelled_pipeline_leaves_nothing_at_any_step(small: Path) -> None:
+    assert _cancel_everywhere(small, 1, 1) > 150
