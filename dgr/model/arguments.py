@@ -16,6 +16,7 @@ from dgr.errors import InputError, InvalidToken
 
 __all__ = [
     "check_flag",
+    "check_instance",
     "check_member",
     "check_number",
     "check_text",
@@ -67,6 +68,11 @@ def check_text(name: str, value: object) -> None:
         raise InputError(f"{name} is {_shown(value)}; give a text")
 
 
+def check_instance(name: str, value: object, *kinds: type) -> None:
+    if not isinstance(value, kinds):
+        raise InputError(f"{name} is {_shown(value)}; give a {' or a '.join(kind.__name__ for kind in kinds)}")
+
+
 def check_member(name: str, value: object, kind: type[M]) -> None:
     if not isinstance(value, kind):
         raise InputError(f"{name} is {_shown(value)}; give one of {', '.join(str(each.value) for each in kind)}")
@@ -105,11 +111,7 @@ def member(kind: type[M]) -> Validator:
 
 
 def instance(kind: type) -> Validator:
-    def check(_instance: Any, attribute: Any, value: Any) -> None:
-        if not isinstance(value, kind):
-            raise InputError(f"{attribute.name} is {_shown(value)}; give a {kind.__name__}")
-
-    return check
+    return _field(lambda name, value: check_instance(name, value, kind))
 
 
 def optional(validator: Validator) -> Validator:

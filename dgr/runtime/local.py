@@ -15,7 +15,7 @@ from dgr.engine.budget import check_budget, parse_budget
 from dgr.engine.llama import MOST_THREADS, LlamaEngine, estimate_memory
 from dgr.engine.vocab import LlamaVocabulary
 from dgr.errors import DgrError, InputError, LinkBroken
-from dgr.model.arguments import check_flag, check_whole, number, optional, whole
+from dgr.model.arguments import check_flag, check_instance, check_whole, number, optional, whole
 from dgr.model.artifact import Artifact
 from dgr.model.mtp import refuse_value
 from dgr.model.route import LayerRange, Route, StageRef, parse_split
@@ -261,6 +261,9 @@ async def open_pipeline(
     """
     refuse_value("mtp", mtp)
     check_whole("threads", threads, 1, MOST_THREADS)
+    context, policy = context or ContextParams(), policy or ShardPolicy()
+    check_instance("context", context, ContextParams)
+    check_instance("policy", policy, ShardPolicy)
     models = _models(model)
     artifacts = [await trio.to_thread.run_sync(Artifact.open, path) for path in models]
     n_layers = artifacts[0].hp.n_layers
@@ -276,7 +279,6 @@ async def open_pipeline(
         )
     route = Route(tuple(StageRef(f"stage-{index}", layers) for index, layers in enumerate(ranges)))
     route.check(n_layers)
-    context = context or ContextParams()
     if memory_budget is not None:
         if not isinstance(memory_budget, str):
             check_whole("memory_budget", memory_budget, 1)

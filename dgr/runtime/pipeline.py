@@ -23,7 +23,7 @@ from dgr.errors import (
     SessionLost,
     WireError,
 )
-from dgr.model.arguments import check_whole, number
+from dgr.model.arguments import check_instance, check_whole, number
 from dgr.model.machines import Machine
 from dgr.model.route import Route
 from dgr.runtime.answers import Answer, refused_request
@@ -430,9 +430,10 @@ async def open_pipeline_on(
     if window is not None:
         check_whole("window", window, 1, INBOX)  # more would not fit a session's inbox on a stage
     check_whole("retries", retries, 0)
-    pipeline = Pipeline(
-        connect, vocabulary=vocabulary, chunk=chunk, window=window, retries=retries, timeouts=timeouts or Timeouts()
-    )
+    check_instance("route", route, Route)
+    timeouts = timeouts or Timeouts()
+    check_instance("timeouts", timeouts, Timeouts)
+    pipeline = Pipeline(connect, vocabulary=vocabulary, chunk=chunk, window=window, retries=retries, timeouts=timeouts)
     async with open_nursery() as nursery:
         async with cancelled_first():
             await nursery.start(pipeline.run, route)

@@ -25,7 +25,7 @@ from dgr.errors import (
     Overloaded,
     PeerRefused,
 )
-from dgr.model.arguments import flag, instance, number, optional, whole
+from dgr.model.arguments import check_instance, flag, instance, number, optional, whole
 from dgr.model.mtp import refuse_value
 from dgr.model.route_file import RouteFile, read_route_file
 from dgr.model.state_map import ContextShape
@@ -161,9 +161,11 @@ async def open_route(
     None is refused with :class:`~dgr.errors.MtpNotExecutable`.
     """
     refuse_value("mtp", mtp)
+    check_instance("route", route, str, Path, RouteFile)
     file = route if isinstance(route, RouteFile) else await trio.to_thread.run_sync(read_route_file, route)
     if policy is None:
         policy = LinkPolicy(credentials=None if file.tls is None else Credentials(*file.tls))
+    check_instance("policy", policy, LinkPolicy)
     connector = RemoteConnector(policy, artifact=file.artifact, context=file.context)
     with ExitStack() as stack:
         path = model or file.model

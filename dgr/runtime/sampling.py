@@ -15,6 +15,7 @@ import msgspec
 
 from dgr.engine.base import SamplingParams
 from dgr.errors import InputError
+from dgr.model.arguments import check_instance
 from dgr.wire import frames
 
 __all__ = ["from_wire", "sampling_problem", "to_wire"]
@@ -32,8 +33,7 @@ _RANGES = {
 
 def to_wire(params: SamplingParams, n_vocab: int) -> frames.Sampling:
     """The frame's part. Raises :class:`InputError` for a value that no stage would take."""
-    if not isinstance(params, SamplingParams):
-        raise InputError(f"sampling is {params!r}; give SamplingParams")
+    check_instance("sampling", params, SamplingParams)
     values = {name: _plain(name, getattr(params, name)) for name in frames.Sampling.__struct_fields__}
     try:
         sampling = msgspec.convert(tuple(values.values()), frames.Sampling)

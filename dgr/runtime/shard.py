@@ -22,6 +22,7 @@ from dgr.engine.base import EngineDescription, ShardEngine
 from dgr.engine.budget import check_budget
 from dgr.errors import LinkBroken, WireError
 from dgr.runtime.ledger import Lease, Ledger
+from dgr.runtime.peers import close, confined, grant, say_ready
 from dgr.runtime.session import SessionActor
 from dgr.runtime.states import EpochState
 from dgr.runtime.steps import Stepper, StepperStatistics
@@ -74,20 +75,8 @@ _AWAITING = 1024
 _ROUTES_PER_LINK = 16
 
 
-def _say_ready(link: Link, supervisor: EpochSupervisor) -> None:
-    try:
-        link.send_nowait(frames.Ready(supervisor.route, supervisor.epoch))
-    except WireError:
-        # The stage before is gone; its pipeline fences anew, and it asks again then.
-        return
-
-
-def _grant(link: Link, size: int) -> None:
-    try:
-        link.grant(size)
-    except WireError:
-        # The sender is gone or does not read; its link ends, and the session that took the payload lives on.
-        return
+def _nothing() -> None:
+    """A frame without payload takes no credit."""
 
 
 def _hand_over(
@@ -102,25 +91,6 @@ def _hand_over(
             supervisor.cancel(frame)
         case _:
             supervisor.request(frame)
-
-
-@contextmanager
-def _confined(what: str) -> Iterator[None]:
-    """A defect of ours ends what serves one peer, and nothing else."""
-    try:
-        yield
-    except Exception:
-        _log.exception("%s ends by a defect; everything else goes on. Please report this", what)
-
-
-async def _close(link: Link) -> None:
-    """Nobody reads the link any more: the other side must not wait for what will never come."""
-    with trio.CancelScope(shield=True):
-        await link.aclose()
-
-
-def _nothing() -> None:
-    """A frame without payload takes no credit."""
 
 
 class Shard:
@@ -214,7 +184,7 @@ class Shard:
         """Tell a stage that waits for it that an epoch is admitted."""
         link = self._awaiting.pop((supervisor.route, supervisor.epoch, supervisor.predecessor), None)
         if link is not None:
-            _say_ready(link, supervisor)
+            say_ready(link, supervisor.route, supervisor.epoch)
         self._forget_waits(supervisor)
 
     def _forget_waits(self, supervisor: EpochSupervisor) -> None:
@@ -226,7 +196,7 @@ class Shard:
 
     async def serve_control(self, link: Link) -> None:
         """Read a pipeline's link until it ends; its route sessions end with it, and the link is closed."""
-        with _confined(f"link {link.name}"):
+        with confined(f"link {link.name}"):
             await self._serve_control(link)
 
     async def _serve_control(self, link: Link) -> None:
@@ -241,11 +211,11 @@ class Shard:
                 nursery.cancel_scope.cancel()
                 for supervisor in [one for one in self._routes.values() if one.control is link]:
                     supervisor.leave()
-                await _close(link)
+                await close(link)
 
     async def serve_boundary(self, link: Link, peer: str) -> None:
         """Read the link of a previous stage, which the route knows as ``peer``, until it ends; the link is closed."""
-        with _confined(f"link {link.name}"):
+        with confined(f"link {link.name}"):
             try:
                 async for received in link:
                     self._on_boundary(link, peer, received)
@@ -254,7 +224,7 @@ class Shard:
                 pass
             finally:
                 self._awaiting = {wait: waiting for wait, waiting in self._awaiting.items() if waiting is not link}
-                await _close(link)
+                await close(link)
 
     def _on_boundary(self, link: Link, peer: str, received: Received) -> None:
         frame, payload = received.frame, received.payload
@@ -274,7 +244,7 @@ class Shard:
             link.grant(size)
         else:
             with self._blaming(supervisor):
-                supervisor.work(frame, payload, lambda: _grant(link, size))
+                supervisor.work(frame, payload, lambda: grant(link, size))
 
     def _await_ready(self, link: Link, peer: str, frame: frames.AwaitReady) -> None:
         supervisor = self._routes.get(frame.route)
@@ -282,7 +252,7 @@ class Shard:
             return  # that epoch is over here, and the pipeline knows
         if supervisor is not None and supervisor.epoch == frame.epoch and supervisor.state is EpochState.LIVE:
             if supervisor.predecessor == peer:
-                _say_ready(link, supervisor)
+                say_ready(link, supervisor.route, supervisor.epoch)
             # else: the route is at fault, and others share the link; the fence that waits will say so
         elif len(self._awaiting) >= _AWAITING:
             raise WireError(f"{_AWAITING} stages wait for epochs that were never fenced here")
@@ -292,7 +262,7 @@ class Shard:
     async def watch_successor(self, link: Link) -> None:
         """Read what comes back on the link to a next stage until it ends."""
         why = "it failed on this side"
-        with _confined(f"link {link.name}"):
+        with confined(f"link {link.name}"):
             why = await self._hear_successor(link)
         for supervisor in list(self._routes.values()):
             supervisor.successor_lost(link, why)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -15,6 +16,8 @@ from dgr.runtime.worker import Worker
 __all__ = ["StepResult", "Stepper", "StepperStatistics"]
 
 T = TypeVar("T")
+
+_log = logging.getLogger("dgr.shard")
 
 #: Requests that may wait for the engine; each session has at most one, so the slots are the real bound.
 _QUEUE = 1024
@@ -110,7 +113,7 @@ class Stepper:
             while True:
                 batch = await self._next_batch()
                 if batch:
-                    await self._call(lambda ready=batch: _execute(self._engine, ready))  # type: ignore[misc]
+                    await self._run(batch)
                     self._batches += 1
                     self._items += len(batch)
                     self._tokens += sum(len(request.work.tokens) for request in batch)
@@ -118,6 +121,15 @@ class Stepper:
                         request.done.set()
         finally:
             self._worker.stop()
+
+    async def _run(self, batch: list[_Request]) -> None:
+        try:
+            await self._call(lambda: _execute(self._engine, batch))
+        except Exception as error:
+            # What one session brought must not end the engine of all: a defect is a failure of this batch alone.
+            _log.exception("a batch of %d sessions meets a defect; please report this", len(batch))
+            for request in batch:
+                request.outcome = EngineError(f"the engine failed: {type(error).__name__}: {error}")
 
     async def _next_batch(self) -> list[_Request]:
         first = self._held if self._held is not None else await self._outbox.receive()

@@ -86,6 +86,9 @@ def test_sensible_options_are_taken() -> None:
         ({"window": "2"}, "window is '2'"),
         ({"retries": NAN}, "retries is nan"),
         ({"model": 5}, "model is 5"),
+        ({"context": {"n_ctx": 5}}, "context is .*; give a ContextParams"),
+        ({"policy": 5}, "policy is 5; give a ShardPolicy"),
+        ({"timeouts": 5}, "timeouts is 5; give a Timeouts"),
         ({"model": None}, "model is None"),
         ({"model": [5]}, "model is 5"),
         ({"model": b"model.gguf"}, "model is b.model.gguf"),
@@ -96,6 +99,24 @@ async def test_an_absurd_argument_of_open_pipeline_is_refused_by_name(small, opt
     options = {"model": small, "context": ContextParams(n_ctx=256, n_batch=64, n_ubatch=32), **options}
     with pytest.raises(InputError, match=words):
         async with dgr.open_pipeline(**options):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("route", "options", "words"),
+    [
+        (5, {}, "route is 5; give a str or a Path"),
+        (None, {}, "route is None"),
+        ("route.toml", {"policy": 5}, "policy is 5; give a LinkPolicy"),
+    ],
+)
+async def test_an_absurd_argument_of_open_route_is_refused_by_name(
+    tmp_path, route: object, options: dict, words: str
+) -> None:
+    (tmp_path / "route.toml").write_text('[[stage]]\naddress = "127.0.0.1:1"\nlayers = "0:2"\n')
+    given = tmp_path / route if isinstance(route, str) else route
+    with pytest.raises(InputError, match=words):
+        async with dgr.open_route(given, **options):
             pass
 
 

@@ -102,6 +102,23 @@ def _for_route(right: Callable, wrong: Callable, is_wrong: Callable[[bytes], boo
     return call
 
 
+@pytest.mark.parametrize("call", ["run", "sample"])
+async def test_a_defect_of_the_engine_ends_a_batch_and_not_the_stage(
+    autojump_clock: trio.abc.Clock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, call: str
+) -> None:
+    async with open_stages(TWO) as stages, stages.pipeline(TWO) as pipeline, pipeline.session() as session:
+        engine = stages.engines["2:6"]
+        right = getattr(engine, call)
+
+        def once(*args: object) -> object:
+            monkeypatch.setattr(engine, call, right)
+            raise TypeError("on purpose")
+
+        monkeypatch.setattr(engine, call, once)
+        assert await take(session.generate(PROMPT, max_tokens=3)) == reference(PROMPT, 3)
+    assert any("meets a defect" in record.getMessage() for record in caplog.records)
+
+
 @pytest.mark.parametrize("errors", [1, 2])
 @pytest.mark.parametrize("hangs_up", [True, False])
 async def test_a_refused_next_stage_ends_nothing_whoever_hangs_up(
