@@ -14,6 +14,7 @@ from hostile import Talker, lying, talk
 
 from dgr.engine.base import SamplingParams
 from dgr.errors import DgrError
+from dgr.runtime.claims import Asked
 from dgr.runtime.shard import limits_of
 from dgr.wire import memory_transports
 from dgr.wire.links import open_link
@@ -116,3 +117,12 @@ async def test_hostile_peers_and_lying_stages_for_longer(
 ) -> None:
     await _attack_shards(seed, 200, caplog)
     await _lie_to_a_client(seed, 200)
+
+
+async def test_a_client_that_believes_its_stages_falls_for_their_lies(
+    autojump_clock: trio.abc.Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mutant: positions, rows and token ids are taken as they come."""
+    monkeypatch.setattr(Asked, "check", lambda *_args, **_options: None)
+    with pytest.raises((AssertionError, IndexError, ExceptionGroup)):
+        await _lie_to_a_client(1, 30)
