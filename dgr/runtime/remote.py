@@ -244,7 +244,8 @@ class StageServer:
     async def _drop_unused(self) -> None:
         """Routes come and go; a link to a stage that no route leads to any more is not kept beside a new one."""
         for pair, link in list(self._next.items()):
-            if not self._served.pushes_to(link):
+            making = self._dialing.get(pair)  # held until whoever had it made has it
+            if not self._served.pushes_to(link) and not (making is not None and making.locked()):
                 self._next.pop(pair, None)
                 await link.aclose()
 

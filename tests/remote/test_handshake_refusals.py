@@ -329,6 +329,20 @@ async def test_links_to_next_stages_are_as_many_as_links_may_be() -> None:
         assert "takes no more than 2" in answers[2].message
 
 
+async def test_a_link_that_is_just_being_made_is_not_taken_for_an_unused_one() -> None:
+    """Between its making and its first use a link belongs to the fence that had it made."""
+    async with open_hosts() as hosts:
+        head, one, two = await hosts.start_all(["0:2", "2:6", "2:6"])
+        for name in (NAME, "127.0.0.1:7702"):
+            async with head.server._dialing.setdefault((name, one.address), trio.Lock()):
+                link = await head.server._nursery.start(head.server._hold, name, one.address)
+                await head.server.dial(name, two.address)
+                assert head.server._next[name, one.address] is link
+        assert len(head.server.statistics().leaving) == 2  # the unused ones made room
+        await head.server.dial("127.0.0.1:7703", two.address)
+        assert len(head.server.statistics().leaving) == 1
+
+
 # --- capabilities ---
 
 
