@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import trio
+from cancel_at import CancelAt
 
 import dgr
 from dgr.engine.base import ContextParams
@@ -16,19 +17,6 @@ CONTEXT = ContextParams(n_ctx=256, n_batch=64, n_ubatch=32, n_seq_max=2)
 SPLIT = "0:2,2:4,4:7"
 #: Where Linux lists what a process has open.
 _FILES = Path("/proc/self/fd")
-
-
-class CancelAt(trio.abc.Instrument):
-    """Cancels a scope just before the ``step``-th step that any task takes."""
-
-    def __init__(self, step: int, scope: trio.CancelScope) -> None:
-        self.left = step
-        self.scope = scope
-
-    def before_task_step(self, task: trio.lowlevel.Task) -> None:  # noqa: ARG002
-        self.left -= 1
-        if self.left == 0:
-            self.scope.cancel()
 
 
 async def _live(model: Path, step: int) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Coroutine, Iterator
 
 import pytest
 import trio
+from cancel_at import CancelAt
 from conversations import reference, take
 from harness import CONTEXT, THREE, TWO, Stages, open_stages
 
@@ -24,19 +25,6 @@ class Threaded(FakeEngine):
     """A fake that is called in a thread, as native engines are."""
 
     inline = False
-
-
-class CancelAt(trio.abc.Instrument):
-    """Cancels a scope just before the ``step``-th step that any task takes."""
-
-    def __init__(self, step: int, scope: trio.CancelScope) -> None:
-        self.left = step
-        self.scope = scope
-
-    def before_task_step(self, task: trio.lowlevel.Task) -> None:  # noqa: ARG002
-        self.left -= 1
-        if self.left == 0:
-            self.scope.cancel()
 
 
 def engine_threads() -> list[threading.Thread]:
@@ -102,7 +90,7 @@ def no_defects(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
 @pytest.mark.parametrize("engine", [FakeEngine, Threaded])
 def test_everything_under_one_timeout_ends_quietly(engine: type[FakeEngine]) -> None:
-    stride = 7 if engine is Threaded else 3
+    stride = 11 if engine is Threaded else 7
     assert at_every_step(a_whole_life(engine, TWO), stride) > 300
 
 
@@ -160,7 +148,7 @@ def test_a_cancelled_turn_leaves_a_session_that_goes_on() -> None:
     step, reached = 1, True
     while reached:
         trio.run(live, lambda: None)
-        step += 2
+        step += 3
     assert step > 20
 
 
