@@ -69,6 +69,11 @@ class EmbeddedGeneration:
     def finish_reason(self) -> str | None:
         return self._generation.finish_reason
 
+    @property
+    def tail(self) -> str:
+        """Text that no token carried, at the end; see :class:`~dgr.runtime.generation.Generation`."""
+        return self._generation.tail
+
     def __aiter__(self) -> EmbeddedGeneration:
         return self
 

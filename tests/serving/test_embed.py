@@ -40,6 +40,21 @@ def test_an_answer_equals_the_trio_one(small: Path) -> None:
     assert asyncio.run(main()) == undisturbed(small, PROMPT, 12)
 
 
+def test_the_end_of_an_answer_is_told_as_under_trio(small: Path) -> None:
+    """Bytes that a stop token in mid-character leaves over are in the tail."""
+    first, second = undisturbed(small, PROMPT, 2)
+
+    async def main() -> tuple[str, str | None, str]:
+        async with embed.open_pipeline(small, SPLIT, context=CONTEXT) as pipeline, pipeline.session() as session:
+            cut = {first: b"\xe2"}
+            pipeline._pipeline.vocabulary.piece = lambda token: cut.get(token, b"")
+            generation = await session.generate(PROMPT, stop=[second])
+            text = "".join([token.text async for token in generation])
+            return text, generation.finish_reason, generation.tail
+
+    assert asyncio.run(main()) == ("", "stop", "\ufffd")
+
+
 def test_errors_arrive_with_their_own_types(small: Path) -> None:
     async def main() -> None:
         with pytest.raises(InvalidRoute, match="leaves out layers"):
