@@ -13,6 +13,7 @@ from attrs import frozen
 
 from dgr.errors import UnsupportedModel
 from dgr.model.gguf import MetaArray, MetaValue, ValueType
+from dgr.model.tokenizer import vocabulary_size
 from dgr.model.v4 import ARCHITECTURE, MAX_LAYERS, YARN_BETAS, HyperParameters, Yarn
 
 __all__ = ["from_metadata"]
@@ -193,16 +194,6 @@ def _check_fixed(keys: _Keys, n_blocks: int, head_dim: int, rope_dim: int, n_exp
         raise UnsupportedModel(f"{ARCHITECTURE}.attention.causal is False, but V4 is causal")
 
 
-def _vocabulary_size(keys: _Keys) -> int:
-    """Tokens of the tokenizer; the key ``vocab_size`` counts only where there is none (``llama_vocab::n_tokens``)."""
-    tokens = keys.metadata.get("tokenizer.ggml.tokens")
-    if tokens is None:
-        return keys.get("vocab_size", int)
-    if not isinstance(tokens.value, MetaArray) or tokens.value.element is not ValueType.STRING:
-        raise UnsupportedModel(f"tokenizer.ggml.tokens is {_shown(tokens)}, but must be an array of strings")
-    return len(tokens.value)
-
-
 def from_metadata(metadata: Mapping[str, MetaValue], has_tensor: Callable[[str], bool]) -> HyperParameters:
     """Hyper-parameters of the model that the metadata describes.
 
@@ -229,7 +220,7 @@ def from_metadata(metadata: Mapping[str, MetaValue], has_tensor: Callable[[str],
     return HyperParameters(
         n_layers=n_layers,
         n_mtp_layers=n_mtp,
-        n_vocab=_vocabulary_size(keys),
+        n_vocab=vocabulary_size(metadata),
         n_embd=n_embd,
         context_length=keys.get("context_length", int),
         n_head=keys.uniform("attention.head_count", n_blocks),

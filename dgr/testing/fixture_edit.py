@@ -3,17 +3,25 @@
 from __future__ import annotations
 
 import os
+import struct
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from dgr.errors import InputError
-from dgr.model.gguf import GgufFile, MetaValue, ValueType, read_gguf
+from dgr.model.gguf import GgufFile, MetaArray, MetaValue, ValueType, read_gguf
 from dgr.model.gguf_write import TensorForm, lay_out, u16, writing, zero_padding
 from dgr.model.parts import SPLIT_COUNT, SPLIT_NO, SPLIT_TENSORS, part_name
 
-__all__ = ["edit_gguf", "write_in_parts"]
+__all__ = ["edit_gguf", "strings", "write_in_parts"]
 
 _STEP = 1 << 20
+
+
+def strings(values: Sequence[str]) -> MetaValue:
+    """A metadata value: an array of strings; surrogates stand for bytes, as they do in what is read."""
+    encoded = [value.encode("utf-8", "surrogateescape") for value in values]
+    raw = b"".join(struct.pack("<Q", len(value)) + value for value in encoded)
+    return MetaValue(ValueType.ARRAY, MetaArray(ValueType.STRING, len(values), raw))
 
 
 def _write(

@@ -113,7 +113,7 @@ def test_ratios_longer_than_the_blocks_are_cut(header: GgufFile) -> None:
 
 def test_the_tokenizer_decides_the_vocabulary(header: GgufFile) -> None:
     assert read(header, vocab_size=u32(7)).n_vocab == 320
-    assert read(header, vocab_size=u32(7), **{"tokenizer.ggml.tokens": None}).n_vocab == 7
+    assert read(header, vocab_size=u32(7), **{"tokenizer.ggml.model": words("none")}).n_vocab == 7
 
 
 REFUSED: dict[str, tuple[dict[str, MetaValue | None], str]] = {
