@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from array import array
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -25,7 +24,8 @@ from dgr.engine.base import (
     TopLogprob,
     Work,
 )
-from dgr.engine.files import native_path
+from dgr.engine.budget import has_address_limit
+from dgr.engine.files import open_stage
 from dgr.engine.native import Native, NativeHandle, default_native, kernel_fingerprint, runtime_version
 from dgr.engine.numerics import require_certified
 from dgr.errors import EngineError, InputError
@@ -72,9 +72,14 @@ def _seen_by_penalties(history: Sequence[int], params: SamplingParams) -> array[
 
 
 def _open(
-    native: Native, artifact: Artifact, layers: LayerRange, context: ContextParams, options: dict[str, int | bool]
+    native: Native,
+    artifact: Artifact,
+    layers: LayerRange,
+    context: ContextParams,
+    options: dict[str, int | bool],
+    needs: int = 0,
 ) -> Any:
-    """A native stage handle; it must be closed."""
+    """A native stage handle; it must be closed. ``needs``: bytes of its weights, state and buffers, where they are known."""
     if context.type_k not in _TYPE_K:
         raise InputError(f"K-cache type {context.type_k!r} is not known; choose one of {', '.join(_TYPE_K)}")
     params = native.ffi.new("dgr_stage_params *", native.lib.dgr_stage_params_default())
@@ -92,10 +97,7 @@ def _open(
     params.use_mmap = options.get("mmap", False)
     params.check_tensors = options.get("check_tensors", False)
     params.dry_run = options.get("dry_run", False)
-    out = native.ffi.new("dgr_stage **")
-    with native_path(artifact, sizes_only=params.dry_run) as path:
-        native.check(native.lib.dgr_stage_open(os.fsencode(path), params, out), f"stage {layers}")
-    return out[0]
+    return open_stage(native, artifact, layers, params, needs)
 
 
 def _read_info(native: Native, stage: Any) -> Any:
@@ -118,7 +120,6 @@ def estimate_memory(
     """What a stage would allocate, to the byte as the native allocator counts it, with nothing allocated."""
     artifact = model if isinstance(model, Artifact) else Artifact.open(model)
     layers = layers or artifact.layers
-    artifact.hp.check_range(layers)
     native = default_native()
     stage = _open(native, artifact, layers, context or ContextParams(), {"dry_run": True})
     try:
@@ -159,10 +160,16 @@ class LlamaEngine(NativeHandle):
         artifact.check(layers)
         if certified_only and context.numerics is Numerics.EXACT:
             require_certified((kind.label for kind in artifact.matrix_types(layers)), context.type_k)
+        needs = estimate_memory(artifact, layers, context).total if has_address_limit() else 0
         identity = artifact.prove(layers)
         self._native = native or default_native()
         self._stage = _open(
-            self._native, artifact, layers, context, {"threads": threads, "mmap": mmap, "check_tensors": check_tensors}
+            self._native,
+            artifact,
+            layers,
+            context,
+            {"threads": threads, "mmap": mmap, "check_tensors": check_tensors},
+            needs,
         )
         self._info = _read_info(self._native, self._stage)
         context = evolve(

@@ -2,28 +2,45 @@
 
 from __future__ import annotations
 
-import os
+import operator
 from pathlib import Path
+from typing import Any, SupportsIndex
 
-from dgr.engine.files import native_path
+from dgr.engine.files import open_vocabulary
 from dgr.engine.native import NativeHandle, default_native
-from dgr.errors import InvalidToken
+from dgr.errors import EngineError, InputError, InvalidToken
 from dgr.model.artifact import Artifact
 
 __all__ = ["LlamaVocabulary"]
 
+#: Bytes of one text: four times what the largest context (1048576 tokens) holds of ordinary text. llama.cpp takes up to 130
+#: bytes of memory for each, which no budget counts.
+_MAX_TEXT_BYTES = 16 << 20
+
+
+def _utf8(text: str) -> bytes:
+    if not isinstance(text, str):
+        raise InputError(f"the text is a {type(text).__name__}; give a str")
+    try:
+        data = text.encode("utf-8")
+    except UnicodeEncodeError as wrong:
+        raise InputError(
+            f"the text has a lone surrogate, U+{ord(text[wrong.start]):04X}, at character {wrong.start}, so it is not"
+            " Unicode text; decode its bytes as what they are, or with errors='replace'"
+        ) from None
+    if len(data) > _MAX_TEXT_BYTES:
+        raise InputError(f"the text has {len(data)} bytes; one text may have {_MAX_TEXT_BYTES}, encode it in parts")
+    return data
+
 
 class LlamaVocabulary(NativeHandle):
-    """Text to token ids and back. Not thread-safe; close it or use it as a context manager."""
+    """Text to token ids and back, from any thread; close it or use it as a context manager, when no thread uses it."""
 
     def __init__(self, model: str | Path | Artifact) -> None:
         artifact = model if isinstance(model, Artifact) else Artifact.open(model)
         path = artifact.file.path
         self._native = default_native()
-        out = self._native.ffi.new("dgr_vocab **")
-        with native_path(artifact) as opened:
-            self._native.check(self._native.lib.dgr_vocab_open(os.fsencode(opened), out), f"vocabulary of {path}")
-        self._vocab = out[0]
+        self._vocab = open_vocabulary(self._native, artifact)
         specials = self._native.ffi.new("int32_t[3]")
         self._native.check(
             self._native.lib.dgr_vocab_specials(self._vocab, specials, specials + 1, specials + 2),
@@ -33,16 +50,26 @@ class LlamaVocabulary(NativeHandle):
         self.bos: int | None = specials[1] if specials[1] >= 0 else None
         self.eos: int | None = specials[2] if specials[2] >= 0 else None
 
+    @property
+    def _handle(self) -> Any:
+        if self._vocab is None:
+            raise EngineError("the vocabulary was closed; open it again")
+        return self._vocab
+
     def encode(self, text: str, *, add_special: bool = False, parse_special: bool = False) -> list[int]:
-        """Token ids of a text. ``add_special``: with the begin-of-text token, where the model has one."""
-        data = text.encode("utf-8")
+        """Token ids of a text. ``add_special``: with the begin-of-text token, where the model has one.
+
+        Takes a microsecond or so a character, without the GIL. Raises :class:`~dgr.errors.InputError` for what is not text
+        (a lone surrogate), and for more than 16 MiB of it.
+        """
+        data = _utf8(text)
         ffi, lib = self._native.ffi, self._native.lib
         # A byte is at least a token's worth; two more for specials. Asked again if that was too small.
         room = len(data) + 2
         while True:
             tokens, n = ffi.new("int32_t[]", room), ffi.new("int32_t *")
             self._native.check(
-                lib.dgr_vocab_tokenize(self._vocab, data, len(data), add_special, parse_special, tokens, room, n),
+                lib.dgr_vocab_tokenize(self._handle, data, len(data), add_special, parse_special, tokens, room, n),
                 "tokenize",
             )
             if n[0] <= room:
@@ -51,13 +78,16 @@ class LlamaVocabulary(NativeHandle):
 
     def piece(self, token: int, *, special: bool = True) -> bytes:
         """The bytes of one token; several tokens may make one UTF-8 character. Raises :class:`InvalidToken`."""
+        if not isinstance(token, SupportsIndex):
+            raise InvalidToken(f"token id {token!r} is a {type(token).__name__}; give an integer")
+        token = operator.index(token)
         if not 0 <= token < self.n_vocab:
             raise InvalidToken(f"token id {token} is outside the vocabulary of {self.n_vocab}")
         ffi, lib = self._native.ffi, self._native.lib
         room = 64
         while True:
             out, n = ffi.new("char[]", room), ffi.new("int32_t *")
-            self._native.check(lib.dgr_vocab_piece(self._vocab, token, special, out, room, n), "detokenize")
+            self._native.check(lib.dgr_vocab_piece(self._handle, token, special, out, room, n), "detokenize")
             if n[0] <= room:
                 return bytes(ffi.buffer(out, n[0]))
             room = n[0]

@@ -10,11 +10,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from functools import cached_property
+from pathlib import Path
 
 from attrs import field, frozen
 
 from dgr.errors import ArtifactError, UnsupportedModel
-from dgr.model.checks import check_hash_table, check_tensor
+from dgr.model.checks import check_hash_table, check_shape, check_type
 from dgr.model.digests import Progress, digest_tensors, known_digests
 from dgr.model.ggml import GgmlType
 from dgr.model.gguf import GgufFile, TensorInfo
@@ -150,12 +151,22 @@ class Artifact:
                 f"{self.file.path}: this slice holds layers {self.layers} of the model, not all of {layers}; use another"
                 " slice, or the whole model"
             )
+        self.check_forms(layers)
         located = self.located
         for spec in self.specs_of(layers):
-            if spec.name in located:
-                file, tensor = located[spec.name]
-                check_tensor(file, spec, tensor)
-            elif spec.required or spec.name in self.tensors:
+            if spec.name not in located and (spec.required or spec.name in self.tensors):
+                raise ArtifactError(self._absence(spec.name, layers))
+        for layer in layers.layers:
+            if self.hp.is_hash_routed(layer):
+                check_hash_table(*located[f"blk.{layer}.ffn_gate_tid2eid.weight"], self.hp)
+
+    def check_forms(self, layers: LayerRange) -> None:
+        """What :meth:`check` looks at in the headers, for a load that only sizes the range: its data may be elsewhere."""
+        for spec in self.specs_of(layers):
+            if spec.name in self.tensors:
+                check_shape(self._path_of(spec.name), spec, self.tensors[spec.name])
+                check_type(self._path_of(spec.name), spec, self.tensors[spec.name])
+            elif spec.required:
                 raise ArtifactError(self._absence(spec.name, layers))
         unknown = next((name for name in self.tensors if name not in self._known), None)
         if unknown is not None:
@@ -169,9 +180,15 @@ class Artifact:
                 f"{self.file.path}: {factor!r} is a factor that llama.cpp's V4 graph does not apply: the model would run with"
                 " wrong weights, without any error; use a conversion without separate factors"
             )
-        for layer in layers.layers:
-            if self.hp.is_hash_routed(layer):
-                check_hash_table(*located[f"blk.{layer}.ffn_gate_tid2eid.weight"], self.hp)
+        for (
+            name,
+            tensor,
+        ) in self.tensors.items():  # of all: the loader looks at every header, and may be given a hole for it
+            check_shape(self._path_of(name), self._known[name], tensor)
+
+    def _path_of(self, name: str) -> Path:
+        """The file to name for a tensor: the one that holds it, if it is here."""
+        return (self.located[name][0] if name in self.located else self.file).path
 
     def _absence(self, name: str, layers: LayerRange) -> str:
         missing = self.parts.missing

@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import sys
 from array import array
+from pathlib import Path
 
 from dgr.errors import ArtifactError
 from dgr.model.ggml import GgmlType
 from dgr.model.gguf import GgufFile, TensorInfo
+from dgr.model.gguf_write import TensorForm
 from dgr.model.tensors import TensorKind, TensorSpec
 from dgr.model.v4 import HyperParameters
 
-__all__ = ["check_hash_table", "check_tensor"]
+__all__ = ["check_hash_table", "check_shape", "check_type"]
 
 #: Bytes of a hash table read at a time.
 _TABLE_STEP = 4 << 20
 
 
-def check_tensor(file: GgufFile, spec: TensorSpec, tensor: TensorInfo) -> None:
-    """Refuse a tensor that is misshapen or of a type that the graph cannot use."""
+def check_shape(path: Path, spec: TensorSpec, tensor: TensorForm) -> None:
+    """Refuse a misshapen tensor; ``path``: the file that says so."""
     if not spec.fits(tensor.ne):
         raise ArtifactError(
-            f"{file.path}: the tensor {spec.name!r} has the shape {list(tensor.ne)}, but the hyper-parameters"
+            f"{path}: the tensor {spec.name!r} has the shape {list(tensor.ne)}, but the hyper-parameters"
             f" give {list(spec.ne)}; convert the model again"
         )
+
+
+def check_type(path: Path, spec: TensorSpec, tensor: TensorForm) -> None:
+    """Refuse a tensor of a type that the graph cannot use; ``path``: the file that says so."""
     if spec.kind is TensorKind.HASH_TABLE:
         allowed, wanted = tensor.type is GgmlType.I32, GgmlType.I32.label
     elif spec.kind.is_matrix:
@@ -32,7 +38,7 @@ def check_tensor(file: GgufFile, spec: TensorSpec, tensor: TensorInfo) -> None:
         allowed, wanted = tensor.type is GgmlType.F32, GgmlType.F32.label
     if not allowed:
         raise ArtifactError(
-            f"{file.path}: the tensor {spec.name!r} has the type {tensor.type.label}, but must have {wanted};"
+            f"{path}: the tensor {spec.name!r} has the type {tensor.type.label}, but must have {wanted};"
             " convert the model again"
         )
 

@@ -8,6 +8,7 @@ layers; a file that holds only a share carries the manifest (or finds it beside 
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 import struct
 from collections.abc import Iterable, Mapping
@@ -25,6 +26,10 @@ __all__ = ["DIGEST_SIZE", "Entry", "Manifest", "decode_manifest", "encode_manife
 
 #: Bytes of every digest here.
 DIGEST_SIZE = 32
+#: ``GGML_MAX_DIMS``.
+_MAX_DIMS = 4
+#: Bytes of all tensors together: a thousand times the largest model, and far from where 64 bits overflow.
+_MAX_BYTES = 1 << 50
 _HEX = re.compile(f"[0-9a-f]{{{2 * DIGEST_SIZE}}}")
 
 #: Keys that do not change what the model computes, or that differ between files of one model.
@@ -129,13 +134,35 @@ def decode_manifest(data: bytes | str, path: Path) -> Manifest:
         manifest = msgspec.json.decode(data, type=Manifest)
     except (msgspec.DecodeError, UnicodeError) as wrong:
         raise ArtifactError(f"{path}: the manifest of its model is damaged: {wrong}; make it again") from wrong
-    names = [entry.name for entry in manifest.tensors]
-    types = {int(kind) for kind in GgmlType}
     if manifest.version != 1:
         raise ArtifactError(f"{path}: its manifest has version {manifest.version}, this dgr reads 1; use a newer dgr")
-    if names != sorted(set(names)) or not all(
-        entry.type in types and 1 <= len(entry.ne) <= 4 and min(entry.ne) > 0 and _HEX.fullmatch(entry.digest)
-        for entry in manifest.tensors
-    ):
-        raise ArtifactError(f"{path}: the manifest of its model is damaged: its entries are no tensors; make it again")
+    names = [entry.name for entry in manifest.tensors]
+    if names != sorted(set(names)):
+        raise ArtifactError(f"{path}: the manifest of its model is damaged: its names are not ascending; make it again")
+    n_bytes = 0
+    for entry in manifest.tensors:
+        if (size := _size_of(entry)) is None:
+            raise ArtifactError(
+                f"{path}: the manifest of its model is damaged: {entry.name[:80]!r} is not a tensor of a GGUF file (type"
+                f" {entry.type}, shape {list(entry.ne)}); make it again"
+            )
+        n_bytes += size
+    if n_bytes > _MAX_BYTES:
+        raise ArtifactError(
+            f"{path}: the manifest of its model is damaged: its tensors take {n_bytes} bytes, but a model may take"
+            f" {_MAX_BYTES}; make it again"
+        )
     return manifest
+
+
+def _size_of(entry: Entry) -> int | None:
+    """Bytes of a tensor, with the bounds of :func:`~dgr.model.gguf.read_gguf`; None where they are exceeded."""
+    try:
+        kind = GgmlType(entry.type)
+    except ValueError:
+        return None
+    if not 1 <= len(entry.ne) <= _MAX_DIMS or not all(0 < dim <= _MAX_BYTES for dim in entry.ne):
+        return None
+    if entry.ne[0] % kind.block_size or not _HEX.fullmatch(entry.digest):
+        return None
+    return kind.row_bytes(entry.ne[0]) * math.prod(entry.ne[1:])

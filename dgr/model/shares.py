@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 from pathlib import Path
 
 from dgr.errors import ArtifactError
@@ -18,6 +19,9 @@ LAYER_BEGIN, LAYER_END = f"{ARCHITECTURE}.dgr.layer_begin", f"{ARCHITECTURE}.dgr
 #: The parent's manifest as JSON, and its identity for people.
 MANIFEST_KEY, PARENT_KEY = f"{ARCHITECTURE}.dgr.manifest", f"{ARCHITECTURE}.dgr.parent"
 
+#: A manifest of V4 Flash has 0.3 MiB.
+_MAX_MANIFEST_BYTES = 64 << 20
+
 
 def manifest_path(parts: Parts) -> Path:
     """Where the manifest of a model lies, when it lies beside it."""
@@ -33,6 +37,13 @@ def given_manifest(parts: Parts) -> Manifest | None:
         return decode_manifest(stored.value.encode("utf-8", "surrogateescape"), parts.first.path)
     path = manifest_path(parts)
     try:
+        about = path.stat()
+        # Asked before opening: opening a pipe would wait for its writer.
+        if not stat.S_ISREG(about.st_mode) or about.st_size > _MAX_MANIFEST_BYTES:
+            raise ArtifactError(
+                f"{path}: lies where the model's manifest would, but is not a regular file of at most"
+                f" {_MAX_MANIFEST_BYTES} bytes; make the manifest again, or remove it"
+            )
         return decode_manifest(path.read_bytes(), path)
     except FileNotFoundError:
         return None

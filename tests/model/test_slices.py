@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
 import struct
 from pathlib import Path
@@ -12,6 +14,7 @@ from dgr.errors import ArtifactError, InputError, InvalidLayerRange
 from dgr.model.artifact import Artifact
 from dgr.model.gguf import MetaValue, ValueType, read_gguf
 from dgr.model.gguf_write import u32
+from dgr.model.manifest import encode_manifest
 from dgr.model.route import LayerRange
 from dgr.model.shares import LAYER_BEGIN, LAYER_END, MANIFEST_KEY, PARENT_KEY
 from dgr.model.slicing import write_slice
@@ -207,3 +210,54 @@ def test_the_stand_in_keeps_the_schedule(tmp_path: Path, mtp: bool) -> None:
         if stand_in is not None:
             assert stand_in[1].ne == (64, 32)
             assert stand_in[1].n_bytes < 64 * 32
+
+
+FORGED: dict[str, tuple[list[int], int, str]] = {
+    "beyond 64 bits": ([2**62, 2**8], 0, "is not a tensor of a GGUF file"),
+    "beyond any disk": ([2**40, 2**20], 0, "take"),
+    "a dimension of more": ([2**64, 1], 0, "is not a tensor of a GGUF file"),
+    "no dimension": ([], 0, "is not a tensor of a GGUF file"),
+    "five dimensions": ([32, 320, 1, 1, 1], 0, "is not a tensor of a GGUF file"),
+    "an empty one": ([32, 0], 0, "is not a tensor of a GGUF file"),
+    "a negative one": ([32, -320], 0, "is not a tensor of a GGUF file"),
+    "no whole block": ([33, 320], 8, "is not a tensor of a GGUF file"),
+    "no type": ([32, 320], 4, "is not a tensor of a GGUF file"),
+    "another model's shape": ([64, 320], 0, "has the shape"),
+    "a type of none of the graph": ([32, 320], 26, "has the type i32"),
+}
+
+
+@pytest.mark.parametrize("case", FORGED)
+def test_a_forged_manifest_is_refused_before_it_sizes_anything(min_model: Path, tmp_path: Path, case: str) -> None:
+    """The entry of a tensor that is elsewhere: nothing in the slice itself speaks against it."""
+    write_slice(Artifact.open(min_model), LayerRange(1, 3), tmp_path / "slice.gguf")
+    manifest = Artifact.open(tmp_path / "slice.gguf").given
+    assert manifest is not None
+    said = json.loads(encode_manifest(manifest))
+    ne, kind, message = FORGED[case]
+    next(entry for entry in said["tensors"] if entry[0] == "output.weight")[1:3] = [kind, ne]
+    path = edit_gguf(
+        tmp_path / "slice.gguf",
+        tmp_path / "forged.gguf",
+        keys={MANIFEST_KEY: MetaValue(ValueType.STRING, json.dumps(said))},
+    )
+    with pytest.raises(ArtifactError) as caught:
+        Artifact.open(path).check_forms(LayerRange(3, 4))
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["a pipe", "a folder", "endless"])
+def test_what_lies_in_the_manifest_s_place_is_looked_at_before_it_is_opened(
+    min_model: Path, tmp_path: Path, kind: str
+) -> None:
+    shutil.copy(min_model, tmp_path / "model.gguf")
+    beside = tmp_path / "model.manifest.json"
+    if kind == "a pipe":
+        os.mkfifo(beside)  # opening it would wait for a writer
+    elif kind == "a folder":
+        beside.mkdir()
+    else:
+        with beside.open("wb") as file:
+            file.truncate(1 << 40)
+    with pytest.raises(ArtifactError, match=r"model\.manifest\.json: lies where the model's manifest would"):
+        Artifact.open(tmp_path / "model.gguf")
