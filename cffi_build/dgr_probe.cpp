@@ -3,6 +3,7 @@
 #include "dgr_internal.h"
 
 #include "ggml-backend.h"
+#include "unicode.h"
 
 #include <algorithm>
 #include <cstring>
@@ -87,6 +88,20 @@ int32_t dgr_probe_poke(dgr_stage * stage, int32_t component, int32_t layer, int3
                 ggml_backend_tensor_set(const_cast<ggml_tensor *>(tensor), bytes, dgr::offset(tensor, slot, row), tensor->nb[1]);
                 bytes += tensor->nb[1];
             }
+        }
+    });
+}
+
+int32_t dgr_probe_words(const char * const * exprs, size_t n_exprs, const char * text, size_t n_text,
+                        int32_t * out, size_t size, size_t * n) {
+    return dgr::guarded([&] {
+        if (!exprs || !text || !n || (!out && size > 0)) {
+            dgr::refuse("exprs, text, out and n are all required");
+        }
+        const auto words = unicode_regex_split({ text, n_text }, { exprs, exprs + n_exprs }, /*byte_encode =*/ false);
+        *n = words.size();
+        for (size_t i = 0; i < std::min(size, words.size()); ++i) {
+            out[i] = (int32_t) words[i].size();
         }
     });
 }

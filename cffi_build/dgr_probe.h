@@ -23,6 +23,12 @@ int32_t dgr_probe_raw_positions(const dgr_stage * stage, int32_t slot, int32_t *
 // Overwrites one row; n_bytes must be the row's size as dgr_probe_rows tells it.
 int32_t dgr_probe_poke(dgr_stage * stage, int32_t component, int32_t layer, int32_t slot, uint32_t row, const uint8_t * bytes, size_t n_bytes);
 
+// How a pre-tokenizer splits a text: bytes of each word, in order. `exprs`: its expressions, each after the other. One that
+// llama.cpp knows has a splitter of its own; any other runs on std::regex, which recurses once per character. Writes at most
+// `size`, the full count to *n.
+int32_t dgr_probe_words(const char * const * exprs, size_t n_exprs, const char * text, size_t n_text,
+                        int32_t * out, size_t size, size_t * n);
+
 #ifdef __cplusplus
 }
 #endif

@@ -7,7 +7,7 @@ It runs on the test extension, a complete second link of the product's native co
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,23 @@ from dgr.model.artifact import Artifact
 from dgr.model.route import LayerRange
 from dgr.model.state_map import Component, ContextShape, StateMap, state_map
 
-__all__ = ["ProbedEngine", "probe_native"]
+__all__ = ["ProbedEngine", "probe_native", "split_text"]
 
 
 @lru_cache(maxsize=1)
 def probe_native() -> Native:
     """The test extension; present in builds made with ``DGR_TEST_EXTENSION=ON``."""
     return Native(importlib.import_module("dgr.testing._probe"))
+
+
+def split_text(expressions: Sequence[str], text: str) -> list[int]:
+    """Bytes of each word that llama.cpp splits a text into by a pre-tokenizer's expressions."""
+    native = probe_native()
+    kept = [native.ffi.new("char[]", expression.encode()) for expression in expressions]
+    exprs, data, n = native.ffi.new("char *[]", kept), text.encode(), native.ffi.new("size_t *")
+    out = native.ffi.new("int32_t[]", len(data) + 1)
+    native.check(native.lib.dgr_probe_words(exprs, len(kept), data, len(data), out, len(out), n), "splitting")
+    return list(native.ffi.unpack(out, n[0])) if n[0] else []
 
 
 class ProbedEngine(LlamaEngine):

@@ -181,3 +181,17 @@ def test_ranges(five_layers: Path, layers: tuple[int, int]) -> None:
     status, message = open_stage(five_layers, *layers)
     assert status == lib.DGR_ERR_ARGUMENT
     assert "layers {}:{}".format(*layers) in message
+
+
+@pytest.mark.parametrize(
+    "data", [b"\x80", b"\xff", b"\xc0\xaf", b"\xed\xa0\x80", b"\xf4\x90\x80\x80", b"\xe6\xbc", b"a\x80", b"\x00"]
+)
+def test_bytes_that_are_no_text(five_layers: Path, data: bytes) -> None:
+    """Python's text never has them; the C interface takes any bytes, and says so where llama.cpp cannot."""
+    vocab = ffi.new("dgr_vocab **")
+    assert lib.dgr_vocab_open(str(five_layers).encode(), vocab) == lib.DGR_OK
+    for text in (data, data * 20_000, data + b"a" * 50_000, b"a" * 50_000 + data):
+        n = ffi.new("int32_t *")
+        status = lib.dgr_vocab_tokenize(vocab[0], text, len(text), False, False, ffi.NULL, 0, n)
+        assert (status == lib.DGR_OK and n[0] > 0) or "invalid codepoint" in ffi.string(lib.dgr_last_error()).decode()
+    lib.dgr_vocab_close(vocab[0])
