@@ -1,6 +1,7 @@
 # make demo      builds everything, makes a small V4 model, generates text through three stages
 # make test      the default suite
 # make test-long what takes minutes: every cut, the unpatched reference, soaks
+# make test-fuzz:  thousands of damaged inputs, seeded
 # make test-llama-bench: what runs upstream's llama-bench, which it builds on demand
 # make lint      ruff, mypy, import-linter
 # make build     the virtual environment with dgr in it, editable; C++ changes rebuild
@@ -27,7 +28,7 @@ export CC CXX
 # The build tools of the environment come first, also for the programs that they start.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo numerics test test-long test-llama-bench lint build ctest check-patches check-mtp clean
+.PHONY: demo numerics test test-long test-fuzz test-llama-bench lint build ctest check-patches check-mtp clean
 
 demo: build numerics $(MODEL)
 	$(BIN)/dgr generate --model $(MODEL) --split 0:15,15:29,29:43 --prompt "The quick brown fox" -n 32 --verify
@@ -38,10 +39,13 @@ $(MODEL): $(VENV)/.stamp-dgr
 	touch $@
 
 test: build
-	$(BIN)/python -m pytest -m "not slow and not native_reference and not llama_bench"
+	$(BIN)/python -m pytest -m "not slow and not native_reference and not llama_bench and not fuzz"
 
 test-long: build
 	$(BIN)/python -m pytest -m "slow or native_reference"
+
+test-fuzz: build
+	$(BIN)/python -m pytest -m fuzz
 
 test-llama-bench: build
 	$(BIN)/python -m pytest -m llama_bench
