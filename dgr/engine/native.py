@@ -10,6 +10,7 @@ from functools import lru_cache
 from importlib.metadata import version
 from typing import Any, NoReturn
 
+from dgr.engine.budget import require_address_space
 from dgr.errors import (
     ArtifactError,
     BudgetExceeded,
@@ -21,6 +22,9 @@ from dgr.errors import (
 )
 
 __all__ = ["Native", "NativeHandle", "build_info", "default_native", "kernel_fingerprint", "runtime_version"]
+
+#: Address space of the probe graph, at most.
+_PROBE_BYTES = 64 << 20
 
 _log = logging.getLogger("dgr.llama_cpp")
 
@@ -85,6 +89,7 @@ def build_info() -> dict[str, Any]:
 def kernel_fingerprint() -> str:
     """Hex digest of build info and of a fixed probe graph's output: equal digests, equal bits in exact numerics."""
     native = default_native()
+    require_address_space(_PROBE_BYTES, "the probe of the kernels")
     out = native.ffi.new("char[33]")
     native.check(native.lib.dgr_kernel_probe(out, 33), "kernel probe")
     probe = native.ffi.string(out).decode()

@@ -14,7 +14,7 @@ import resource, sys
 from pathlib import Path
 from dgr.engine.base import ContextParams
 from dgr.engine.llama import LlamaEngine, estimate_memory
-from dgr.engine.native import default_native
+from dgr.engine.native import default_native, kernel_fingerprint
 from dgr.engine.vocab import LlamaVocabulary
 from dgr.errors import BudgetExceeded
 from dgr.model.artifact import Artifact
@@ -26,6 +26,8 @@ resource.setrlimit(resource.RLIMIT_AS, (taken + (int(sys.argv[3]) << 20),) * 2)
 try:
     if sys.argv[2] == "engine":
         LlamaEngine(artifact, None, context, certified_only=False).stop()
+    elif sys.argv[2] == "kernels":
+        kernel_fingerprint()
     elif sys.argv[2] == "estimate":
         estimate_memory(artifact, None, context)
     else:
@@ -44,18 +46,18 @@ def opening(model: Path, what: str, left: int) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize(("what", "left"), [("engine", 300), ("engine", 220), ("estimate", 100), ("vocabulary", 40)])
+@pytest.mark.parametrize(("what", "left"), [("engine", 300), ("engine", 220), ("estimate", 100), ("vocabulary", 40), ("kernels", 30)])
 def test_too_little_address_space_is_a_refusal(five_layers, what, left):
     assert "of address space, more than is left below the limit of" in opening(five_layers, what, left)
 
 
-@pytest.mark.parametrize(("what", "left"), [("engine", 480), ("estimate", 480), ("vocabulary", 160)])
+@pytest.mark.parametrize(("what", "left"), [("engine", 480), ("estimate", 480), ("vocabulary", 160), ("kernels", 100)])
 def test_enough_address_space_is_enough(five_layers, what, left):
     assert opening(five_layers, what, left) == "opened\n"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["engine", "estimate", "vocabulary"])
+@pytest.mark.parametrize("what", ["engine", "estimate", "vocabulary", "kernels"])
 def test_no_limit_ends_the_process(five_layers, what):
     for left in range(0, 520, 13):
         assert opening(five_layers, what, left).startswith(("opened", "refused"))
