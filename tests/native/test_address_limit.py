@@ -46,7 +46,9 @@ def opening(model: Path, what: str, left: int) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize(("what", "left"), [("engine", 300), ("engine", 220), ("estimate", 100), ("vocabulary", 40), ("kernels", 30)])
+@pytest.mark.parametrize(
+    ("what", "left"), [("engine", 300), ("engine", 220), ("estimate", 100), ("vocabulary", 40), ("kernels", 30)]
+)
 def test_too_little_address_space_is_a_refusal(five_layers, what, left):
     assert "of address space, more than is left below the limit of" in opening(five_layers, what, left)
 
