@@ -23,7 +23,7 @@ from dgr.engine.vocab import LlamaVocabulary
 from dgr.errors import EngineError, InputError, InvalidToken
 from dgr.testing.fixture import write_fixture
 from dgr.testing.fixture_edit import edit_gguf, strings
-from dgr.testing.fixture_vocab import MIN_VOCAB, build_vocabulary, byte_symbols
+from dgr.testing.fixture_vocab import MIN_VOCAB, SPECIALS, build_vocabulary, byte_symbols
 from dgr.testing.probe import split_text
 
 #: V4's pre-tokenizer, as ``src/llama-vocab.cpp`` spells it.
@@ -138,6 +138,37 @@ def test_token_ids_are_those_of_the_words_that_std_regex_splits(vocabulary, draw
             expected += tokens_of(data[at : at + size])
             at += size
         assert vocabulary.encode(text) == expected, ascii(text)
+
+
+def parted(text: str, specials: dict[str, int]) -> list[str | int]:
+    """A text as upstream parts it by special tokens: the longest first, each from left to right in what is left of it."""
+    parts: list[str | int] = [text]
+    for special in sorted(specials, key=lambda each: -len(each.encode())):
+        found: list[str | int] = []
+        for part in parts:
+            if isinstance(part, int):
+                found.append(part)
+                continue
+            first, *rest = part.split(special)
+            found.append(first)
+            for piece in rest:
+                found += [specials[special], piece]
+        parts = [part for part in found if part != ""]
+    return parts
+
+
+def test_special_tokens_part_a_text_wherever_they_stand(vocabulary):
+    specials, drawn = {text: token for token, text in enumerate(SPECIALS)}, random.Random(3)
+    pieces = [*SPECIALS, *SPECIALS, "<think", "</think>>", "<｜", "｜>", "<", ">", " ", "\n", "a", "漢", "think"]
+    seen = set()
+    for _ in range(1500):
+        text = "".join(drawn.choices(pieces, k=drawn.randint(0, 12)))
+        parts = parted(text, specials)
+        expected = [token for part in parts for token in ([part] if isinstance(part, int) else vocabulary.encode(part))]
+        assert vocabulary.encode(text, parse_special=True) == expected, ascii(text)
+        seen.add(tuple(isinstance(part, int) for part in parts))
+    assert len(seen) > 200
+    assert vocabulary.encode(SPECIALS[0]) != [0]  # not parsed: no more than its letters
 
 
 # --- length -----------------------------------------------------------------------------------------------------------
