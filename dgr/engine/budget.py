@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import mmap
 import re
-import resource
 from collections.abc import Mapping
 
 from dgr.engine.base import MemoryReport
@@ -12,7 +10,7 @@ from dgr.errors import BudgetExceeded, InputError
 from dgr.model.host import available_cpus, usable_memory
 from dgr.model.units import human_bytes
 
-__all__ = ["available_cpus", "check_budget", "has_address_limit", "parse_budget", "require_address_space"]
+__all__ = ["available_cpus", "check_budget", "parse_budget"]
 
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?i?B|)", re.IGNORECASE)
@@ -59,25 +57,3 @@ def check_budget(reports: Mapping[str, MemoryReport], n_slots: int, budget: int 
         "; ".join(lines) + f"; in all {_exact(total)}, over the budget of {_exact(budget)} by {_exact(total - budget)}:"
         " lower n_ctx or n_seq_max, own fewer layers, or raise the budget"
     )
-
-
-def has_address_limit() -> bool:
-    """Whether this process may only have so much address space (``ulimit -v``)."""
-    return resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
-
-
-def require_address_space(n_bytes: int, what: str) -> None:
-    """Refuse work that would not fit below ``ulimit -v``: where llama.cpp's bookkeeping fails, it ends the process.
-
-    ``n_bytes``: what all of it takes. They are asked of the system and given back. Raises
-    :class:`~dgr.errors.BudgetExceeded`; nothing is done where there is no limit.
-    """
-    if not has_address_limit():
-        return
-    try:
-        mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
-    except (OSError, MemoryError, OverflowError, ValueError):
-        raise BudgetExceeded(
-            f"{what} takes {_exact(n_bytes)} of address space, more than is left below the limit of"
-            f" {_exact(resource.getrlimit(resource.RLIMIT_AS)[0])}: raise it (`ulimit -v`), lower n_ctx, or own fewer layers"
-        ) from None

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from dgr.engine.budget import require_address_space
+from dgr.engine.address_space import require_address_space
 from dgr.engine.native import Native
 from dgr.errors import ArtifactError
 from dgr.model.artifact import Artifact

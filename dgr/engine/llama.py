@@ -11,6 +11,7 @@ from typing import Any
 
 from attrs import evolve
 
+from dgr.engine.address_space import has_address_limit
 from dgr.engine.base import (
     ComponentFrontier,
     ContextParams,
@@ -24,7 +25,6 @@ from dgr.engine.base import (
     TopLogprob,
     Work,
 )
-from dgr.engine.budget import has_address_limit
 from dgr.engine.files import open_stage
 from dgr.engine.native import Native, NativeHandle, default_native, kernel_fingerprint, runtime_version
 from dgr.engine.numerics import require_certified

@@ -10,7 +10,7 @@ from functools import lru_cache
 from importlib.metadata import version
 from typing import Any, NoReturn
 
-from dgr.engine.budget import require_address_space
+from dgr.engine.address_space import require_address_space
 from dgr.errors import (
     ArtifactError,
     BudgetExceeded,

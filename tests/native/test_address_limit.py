@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
 
-#: Opens what the second argument names with so many MiB of address space left, and says what came of it.
-OPENS = """
+#: Goes through doors with so many MiB of address space left, and says what came of each.
+DOORS = """
 import resource, sys
 from pathlib import Path
 from dgr.engine.base import ContextParams
@@ -21,45 +22,52 @@ from dgr.model.artifact import Artifact
 artifact, context = Artifact.open(sys.argv[1]), ContextParams(n_ctx=256)
 artifact.identity
 default_native()
-taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-resource.setrlimit(resource.RLIMIT_AS, (taken + (int(sys.argv[3]) << 20),) * 2)
-try:
-    if sys.argv[2] == "engine":
-        LlamaEngine(artifact, None, context, certified_only=False).stop()
-    elif sys.argv[2] == "kernels":
-        kernel_fingerprint()
-    elif sys.argv[2] == "estimate":
-        estimate_memory(artifact, None, context)
-    else:
-        LlamaVocabulary(artifact).close()
-    print("opened")
-except BudgetExceeded as refused:
-    print("refused:", refused)
+doors = {
+    "engine": lambda: LlamaEngine(artifact, None, context, certified_only=False).stop(),
+    "estimate": lambda: estimate_memory(artifact, None, context),
+    "vocabulary": lambda: LlamaVocabulary(artifact).close(),
+    "kernels": kernel_fingerprint,
+}
+hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+for door, left in zip(sys.argv[2::2], map(int, sys.argv[3::2])):
+    print(door, left, end=" ", flush=True)
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (taken + (left << 20), hard))
+    try:
+        doors[door]()
+        said = "opened"
+    except BudgetExceeded as refused:
+        said = f"refused: {refused}"
+    resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
+    print(said, flush=True)
 """
 
 
-def opening(model: Path, what: str, left: int) -> str:
+def through(model: Path, *doors: tuple[str, int]) -> list[str]:
+    """What a child says of every door."""
+    asked = [str(part) for door in doors for part in door]
     done = subprocess.run(
-        [sys.executable, "-c", OPENS, str(model), what, str(left)], capture_output=True, text=True, check=False
+        [sys.executable, "-c", DOORS, str(model), *asked], capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, f"{what} with {left} MiB left: {done.returncode}: {done.stderr[-300:]}"
-    return done.stdout
+    said = done.stdout.splitlines()
+    assert done.returncode == 0, f"{said[-1:]}: {done.returncode}: {done.stderr[-300:]}"
+    return said
 
 
-@pytest.mark.parametrize(
-    ("what", "left"), [("engine", 300), ("engine", 220), ("estimate", 100), ("vocabulary", 40), ("kernels", 30)]
-)
-def test_too_little_address_space_is_a_refusal(five_layers, what, left):
-    assert "of address space, more than is left below the limit of" in opening(five_layers, what, left)
-
-
-@pytest.mark.parametrize(("what", "left"), [("engine", 480), ("estimate", 480), ("vocabulary", 160), ("kernels", 100)])
-def test_enough_address_space_is_enough(five_layers, what, left):
-    assert opening(five_layers, what, left) == "opened\n"
+def test_a_stage_opens_or_is_refused(five_layers):
+    little = (("engine", 220), ("engine", 300), ("estimate", 100), ("vocabulary", 40), ("kernels", 30))
+    enough = (("vocabulary", 160), ("kernels", 100), ("estimate", 480), ("engine", 480))
+    said = through(five_layers, *little, *enough)
+    for (door, left), line in zip(little, said, strict=False):
+        assert line.startswith(f"{door} {left} refused:")
+        assert "of address space, more than is left below the limit of" in line
+    assert said[len(little) :] == [f"{door} {left} opened" for door, left in enough]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("what", ["engine", "estimate", "vocabulary", "kernels"])
-def test_no_limit_ends_the_process(five_layers, what):
-    for left in range(0, 520, 13):
-        assert opening(five_layers, what, left).startswith(("opened", "refused"))
+@pytest.mark.parametrize("door", ["engine", "estimate", "vocabulary", "kernels"])
+def test_no_limit_ends_the_process(five_layers, door):
+    lefts: Iterable[int] = range(0, 520, 5)
+    said = through(five_layers, *((door, left) for left in lefts))
+    assert len(said) == 104
+    assert {line.split()[2] for line in said} == {"opened", "refused:"}

@@ -1,0 +1,34 @@
+"""Limits of address space: asked about before native code is, which ends the process where a small allocation fails."""
+
+from __future__ import annotations
+
+import mmap
+import resource
+
+from dgr.errors import BudgetExceeded
+from dgr.model.units import human_bytes
+
+__all__ = ["has_address_limit", "require_address_space"]
+
+
+def has_address_limit() -> bool:
+    """Whether this process may only have so much address space (``ulimit -v``)."""
+    return resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY
+
+
+def require_address_space(n_bytes: int, what: str) -> None:
+    """Refuse work that would not fit below ``ulimit -v``.
+
+    ``n_bytes``: what all of it takes. They are asked of the system and given back. Raises
+    :class:`~dgr.errors.BudgetExceeded`; nothing is done where there is no limit.
+    """
+    if not has_address_limit():
+        return
+    try:
+        mmap.mmap(-1, n_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS).close()
+    except (OSError, MemoryError, OverflowError, ValueError):
+        limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+        raise BudgetExceeded(
+            f"{what} takes {n_bytes} B ({human_bytes(n_bytes)}) of address space, more than is left below the limit of"
+            f" {limit} B ({human_bytes(limit)}): raise it (`ulimit -v`), lower n_ctx, or own fewer layers"
+        ) from None
