@@ -10,6 +10,8 @@ from pathlib import Path
 
 from bench import certify, compare, describe, drill, frontier, hops, overhead, real, verify
 from dgr.cli.exit_codes import run_command
+from dgr.errors import InputError
+from dgr.text import utf8
 
 __all__ = ["main"]
 
@@ -25,10 +27,20 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; gives the exit code: 0, 1 failed or not passed, 2 bad input, 130 interrupted."""
-    args = _parser().parse_args(argv)
-    args.command_line = shlex.join(["dgr-bench", *(sys.argv[1:] if argv is None else argv)])
+def _run(argv: Sequence[str] | None) -> int:
+    words = list(sys.argv[1:] if argv is None else argv)
+    for word in words:
+        if utf8(word) != word:
+            raise InputError(
+                f"{utf8(word)} is not UTF-8; results are, and could not name it: give the file another name"
+            )
+    args = _parser().parse_args(words)
+    args.command_line = shlex.join(["dgr-bench", *words])
     if getattr(args, "default_out", None) is not None and args.out is None:
         args.out = Path(f"{args.default_out}-quick" if args.quick else args.default_out)
-    return run_command("dgr-bench", lambda: args.run(args), "interrupted; the same command goes on from here")
+    return int(args.run(args))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; gives the exit code: 0, 1 failed or not passed, 2 bad input, 130 interrupted."""
+    return run_command("dgr-bench", lambda: _run(argv), "interrupted; the same command goes on from here")

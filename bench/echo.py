@@ -18,6 +18,7 @@ from typing import TypeAlias
 import trio
 from attrs import frozen
 
+from dgr.cli.children import python_module
 from dgr.cli.keys import make_keys
 from dgr.errors import DgrError, LinkBroken
 from dgr.model.v4 import V4_FLASH
@@ -134,7 +135,7 @@ async def _connect_memory() -> AsyncIterator[trio.abc.Stream]:
 @asynccontextmanager
 async def _process(keys: Path | None) -> AsyncIterator[int]:
     """The echo as a child process; gives its port."""
-    command = [sys.executable, "-m", "bench.echo", *([] if keys is None else [str(keys)])]
+    command = python_module("bench.echo", *([] if keys is None else [str(keys)]))
     process = await trio.lowlevel.open_process(command, stdout=subprocess.PIPE)
     assert process.stdout is not None
     try:

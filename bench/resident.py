@@ -16,6 +16,7 @@ from attrs import evolve
 
 from bench.subjects import resident_bytes
 from dgr import Artifact, ContextParams, LayerRange
+from dgr.cli.children import python_module, spelled_out
 from dgr.errors import EngineError
 from dgr.model.route import parse_split
 from dgr.runtime.local import load_engines
@@ -37,7 +38,7 @@ async def resident_with(artifact: Artifact, ranges: Sequence[LayerRange], contex
     """Load stages in a child process. Raises :class:`~dgr.errors.EngineError` with its last words when it fails."""
     split = ",".join(map(str, ranges))
     about = msgspec.json.encode(context).decode()
-    command = [sys.executable, "-m", "bench.resident", str(artifact.file.path), split, about]
+    command = python_module("bench.resident", spelled_out(artifact.file.path), split, about)
     done = await trio.run_process(command, capture_stdout=True, capture_stderr=True, check=False)
     if done.returncode:
         words = done.stderr.decode(errors="replace").strip().splitlines() or ["nothing"]

@@ -7,6 +7,8 @@ a :class:`WireError` the link's or the peer's, a :class:`SessionError` the state
 
 from __future__ import annotations
 
+from dgr.text import one_line
+
 __all__ = [
     "ArtifactError",
     "BudgetExceeded",
@@ -38,7 +40,13 @@ __all__ = [
 
 
 class DgrError(Exception):
-    """Root of the tree: catch this to catch everything dgr raises on purpose."""
+    """Root of the tree: catch this to catch everything dgr raises on purpose.
+
+    As text it is one line without control characters, whatever a peer or a file had to say in it.
+    """
+
+    def __str__(self) -> str:
+        return one_line(super().__str__())
 
 
 # --- the caller's act ------------------------------------------------------------------------------------------------

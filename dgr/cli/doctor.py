@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from typing import Any
 
 import attrs
@@ -11,9 +10,12 @@ import msgspec
 import trio
 
 from dgr.cli.options import add_link_arguments, link_policy_of
+from dgr.cli.progress import progress_bar
+from dgr.cli.streams import print_json
 from dgr.model.route_file import read_route_file
 from dgr.model.units import human_bytes
 from dgr.runtime.doctor import RouteReport, examine
+from dgr.text import one_line
 
 __all__ = ["register", "run"]
 
@@ -34,9 +36,11 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     file = read_route_file(args.route)
-    report = trio.run(examine, file, link_policy_of(args, file.tls))
+    policy = link_policy_of(args, file.tls)
+    with progress_bar("examining the stages"):
+        report = trio.run(examine, file, policy)
     if args.json:
-        print(json.dumps(_as_json(report)))
+        print_json(_as_json(report))
     else:
         _print(report)
     return 1 if report.problems else 0
@@ -54,6 +58,7 @@ def _as_json(report: RouteReport) -> dict[str, Any]:
         "healthy": not report.problems,
         "stages": stages,
         "problems": [attrs.asdict(problem) for problem in report.problems],
+        "warnings": [attrs.asdict(warning) for warning in report.warnings],
         "fence_seconds": report.fence_seconds,
     }
 
@@ -65,11 +70,11 @@ def _print(report: RouteReport) -> None:
         else:
             print(
                 f"{stage.address:<24} {stage.layers:<6} round trip {1e3 * stage.round_trip:8.3f} ms"
-                f"   {human_bytes(int(stage.bandwidth)):>10}/s   {stage.identity.runtime}"
-                f"   kernels {stage.identity.kernel_fingerprint[:8]}"
-                f"   {stage.identity.context.numerics} on {', '.join(stage.identity.devices) or 'unknown devices'}"
+                f"   {human_bytes(int(stage.bandwidth)):>10}/s   {one_line(stage.identity.runtime)}"
+                f"   kernels {one_line(stage.identity.kernel_fingerprint[:8])}"
+                f"   {stage.identity.context.numerics} on {one_line(', '.join(stage.identity.devices)) or 'unknown devices'}"
             )
-    for problem in report.problems:
-        print(f"\n{problem.where}: {problem.what}\n  next: {problem.next_step}")
+    for problem in (*report.problems, *report.warnings):
+        print(f"\n{problem.where}: {one_line(problem.what)}\n  next: {problem.next_step}")
     if report.fence_seconds is not None:
         print(f"healthy: every stage fenced an epoch within {1e3 * report.fence_seconds:.1f} ms")

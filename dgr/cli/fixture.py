@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 from typing import Any
 
 import attrs
 
+from dgr.cli.progress import progress_bar
+from dgr.cli.streams import print_json
 from dgr.model.targets import find_target, not_writable
 from dgr.testing.fixture import add_arguments, write_from_arguments
 
@@ -33,9 +34,10 @@ def run(args: argparse.Namespace) -> int:
         raise not_writable(args.out, "a model is a file, and this is none")
     if args.parts == 1:
         args.out = target.file  # what a link leads to is replaced, not the link
-    summary = write_from_arguments(args)
+    with progress_bar("writing the model"):
+        summary = write_from_arguments(args)
     if args.json:
-        print(json.dumps(attrs.asdict(summary)))
+        print_json(attrs.asdict(summary))
         return 0
     block = " and the MTP block" if summary.mtp else ""
     print(f"{summary.path}: {summary.file_bytes / 2**20:.1f} MiB, {summary.n_parameters / 1e6:.1f} M parameters")

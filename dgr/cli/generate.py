@@ -4,26 +4,28 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import math
 import sys
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import Any
 
 import attrs
 import trio
 
 from dgr.cli.options import add_link_arguments, add_model_arguments, context_of, link_policy_of
+from dgr.cli.progress import Activity, progress_bar, say_above
+from dgr.cli.streams import print_json, read_prompt
 from dgr.engine.base import SamplingParams
 from dgr.errors import InputError
 from dgr.model.route_file import read_route_file
 from dgr.model.units import human_bytes
-from dgr.runtime.events import Event, RouteChanged
+from dgr.runtime.events import Event, PrefillProgress, RouteChanged, so_far
 from dgr.runtime.generation import GeneratedToken
 from dgr.runtime.local import open_pipeline
 from dgr.runtime.pipeline import Pipeline, Timeouts
 from dgr.runtime.remote import open_route
 from dgr.runtime.shard import Shard
+from dgr.wire.nurseries import open_nursery
 
 __all__ = ["logits_digest", "register", "run"]
 
@@ -64,7 +66,7 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    return trio.run(_generate, args)
+    return trio.run(_generate, args, read_prompt(args.prompt))
 
 
 def _open(args: argparse.Namespace, shards: list[Shard]) -> AbstractAsyncContextManager[Pipeline]:
@@ -111,9 +113,8 @@ def _open_local(args: argparse.Namespace, shards: list[Shard]) -> AbstractAsyncC
     )
 
 
-async def _generate(args: argparse.Namespace) -> int:
-    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
-    sampling = SamplingParams(
+def _sampling(args: argparse.Namespace) -> SamplingParams:
+    return SamplingParams(
         temperature=args.temp,
         top_k=args.top_k,
         top_p=args.top_p,
@@ -121,47 +122,82 @@ async def _generate(args: argparse.Namespace) -> int:
         repeat_penalty=args.repeat_penalty,
         seed=args.seed,
     )
+
+
+async def _generate(args: argparse.Namespace, prompt: str) -> int:
     shards: list[Shard] = []
-    async with _open(args, shards) as pipeline:
+    async with AsyncExitStack() as stack:
+        with progress_bar("opening the stages"):
+            pipeline = await stack.enter_async_context(_open(args, shards))
         stages = [_stage(shard) for shard in shards] if shards else _remote_stages(pipeline)
         if not args.json:
             _print_stages(stages)
         events = pipeline.events()
-        tokens: list[GeneratedToken] = []
-        async with pipeline.session() as session:
-            generation = session.generate(
-                prompt, max_tokens=args.max_tokens, sampling=sampling, stop=() if args.ignore_eos else None
-            )
-            n_prompt = len(session.transcript)
-            began = trio.current_time()
-            first = began
-            async for token in generation:
-                if not tokens:
-                    first = trio.current_time()
-                tokens.append(token)
-                if not args.json:
-                    print(token.text, end="", flush=True)
-            if not args.json:
-                print(generation.tail, end="", flush=True)
-            ended = trio.current_time()
-            transcript = list(session.transcript)
-        told = [_event(event) for event in _drain(events)]
-        verdict = await _verify(args, pipeline, transcript) if args.verify else None
-    result = {
+        with progress_bar("prefill", _tokens) as activity:
+            answer = await _answer(args, pipeline, prompt, activity)
+        told = [_event(event) for event in so_far(events) if not isinstance(event, PrefillProgress)]
+        verdict = None
+        if args.verify:
+            with progress_bar("running the whole model to compare"):
+                verdict = await _verify(args, pipeline, answer["prompt_tokens"] + answer["tokens"])
+    result = {**answer, "stages": stages, "events": told, "verified": verdict}
+    if args.json:
+        print_json(result)
+    else:
+        _print_end(result)
+    return 0 if verdict is None or verdict["equal"] else 1
+
+
+async def _answer(
+    args: argparse.Namespace, pipeline: Pipeline, prompt: str, activity: Activity | None
+) -> dict[str, Any]:
+    """Take one turn, and show the answer as it comes, or how far it is where it is kept for the end."""
+    tokens: list[GeneratedToken] = []
+    async with pipeline.session() as session, open_nursery() as nursery:
+        if activity is not None:
+            nursery.start_soon(_show_prefill, pipeline.events(), activity)
+        generation = session.generate(
+            prompt, max_tokens=args.max_tokens, sampling=_sampling(args), stop=() if args.ignore_eos else None
+        )
+        n_prompt = len(session.transcript)
+        began = first = trio.current_time()
+        async for token in generation:
+            if not tokens:
+                first = trio.current_time()
+            tokens.append(token)
+            _show_token(args, token, len(tokens), activity)
+        if not args.json:
+            say_above(activity, generation.tail, end="", rest=True)
+        ended = trio.current_time()
+        transcript = list(session.transcript)
+        nursery.cancel_scope.cancel()
+    return {
         "prompt_tokens": transcript[:n_prompt],
         "tokens": [token.id for token in tokens],
         "text": "".join(token.text for token in tokens) + generation.tail,
         "finish_reason": generation.finish_reason,
-        "stages": stages,
         "seconds": {"to_first_token": first - began, "decode": ended - first},
-        "events": told,
-        "verified": verdict,
     }
-    if args.json:
-        print(json.dumps(result))
-    else:
-        _print_end(result)
-    return 0 if verdict is None or verdict["equal"] else 1
+
+
+def _tokens(count: int) -> str:
+    return f"{count} tokens"
+
+
+async def _show_prefill(events: trio.MemoryReceiveChannel[Event], activity: Activity) -> None:
+    async for event in events:
+        if isinstance(event, PrefillProgress) and event.committed < event.total:  # the answer shows the end
+            activity(event.committed, event.total)
+
+
+def _show_token(args: argparse.Namespace, token: GeneratedToken, count: int, activity: Activity | None) -> None:
+    shows = not args.json and sys.stdout.isatty()
+    if not args.json:
+        say_above(activity, token.text, end="", rest=shows)
+    if activity is not None and not shows:
+        if count == 1:
+            activity.about("answer")
+        activity(count, args.max_tokens)
 
 
 def _stage(shard: Shard) -> dict[str, Any]:
@@ -214,15 +250,6 @@ def _event(event: Event) -> dict[str, Any]:
     if isinstance(event, RouteChanged):
         fields["route"] = str(event.route)
     return {"event": type(event).__name__, **fields}
-
-
-def _drain(events: trio.MemoryReceiveChannel[Event]) -> list[Event]:
-    drained: list[Event] = []
-    while True:
-        try:
-            drained.append(events.receive_nowait())
-        except (trio.WouldBlock, trio.EndOfChannel):
-            return drained
 
 
 async def logits_digest(pipeline: Pipeline, tokens: list[int]) -> tuple[str, int]:

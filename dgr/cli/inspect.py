@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json
 from typing import Any
 
 import attrs
 
 from dgr.cli.inspect_identity import show_cuts, show_identity
+from dgr.cli.progress import progress_bar
+from dgr.cli.streams import print_json
 from dgr.cli.tables import layer_runs, render_table
 from dgr.errors import InputError
 from dgr.model.artifact import Artifact
@@ -131,7 +132,8 @@ def _facts(hp: HyperParameters) -> list[tuple[str, str]]:
 def _quick_identity(artifact: Artifact) -> str | None:
     """The identity, where it is known or takes no more than a second."""
     if artifact.is_whole and artifact.file_bytes <= _QUICK:
-        return artifact.identity
+        with progress_bar("reading the model"):
+            return artifact.identity
     known = artifact.known_manifest()
     return None if known is None else known.identity
 
@@ -251,7 +253,7 @@ def run(args: argparse.Namespace) -> int:
         return show_identity(args, artifact)
     if args.layers is None and args.ctx is None:
         if args.json:
-            print(json.dumps(_model_object(args.model, hp, artifact)))
+            print_json(_model_object(args.model, hp, artifact))
         else:
             _print_model(args.model, hp, artifact)
         return 0
@@ -259,7 +261,7 @@ def run(args: argparse.Namespace) -> int:
     ctx = _DEFAULT_CTX if args.ctx is None else args.ctx
     owned = state_map(hp, layers, ContextShape(ctx, args.ubatch, args.sessions, args.type_k))
     if args.json:
-        print(json.dumps(_map_object(args.model, owned, artifact)))
+        print_json(_map_object(args.model, owned, artifact))
     else:
         _print_map(args.model, owned, artifact)
     return 0

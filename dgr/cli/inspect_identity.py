@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 from typing import Any
 
 import attrs
 
 from dgr.cli.progress import progress_bar
+from dgr.cli.streams import json_line, print_json
 from dgr.cli.summary import print_beside
 from dgr.cli.tables import layer_runs, render_table
 from dgr.engine.llama import ADAPTER
@@ -74,7 +74,7 @@ def show_identity(args: argparse.Namespace, artifact: Artifact) -> int:
     if target is not None:
         write_file(target, encode_manifest(manifest))
         found["manifest"] = str(target.path)
-    text = json.dumps(found) if args.json else render_table([(key.replace("_", " "), str(found[key])) for key in found])
+    text = json_line(found) if args.json else render_table([(key.replace("_", " "), str(found[key])) for key in found])
     print_beside(target, text)
     return 0
 
@@ -89,7 +89,7 @@ def show_cuts(args: argparse.Namespace, hp: HyperParameters) -> int:
             "cuts": [attrs.asdict(cut) for cut in cuts],
             "restrictions": [attrs.asdict(restriction) for restriction in refused],
         }
-        print(json.dumps(found))
+        print_json(found)
         return 0
     with_ids = layer_runs([cut.layer for cut in cuts if cut.needs_token_ids]) or "no layer"
     print(

@@ -5,12 +5,12 @@ from __future__ import annotations
 import argparse
 import datetime
 import ipaddress
-import json
 import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dgr.cli.streams import print_json
 from dgr.errors import InputError
 from dgr.model.outputs import NewFile, write_new_files
 from dgr.wire.tcp import check_private_key
@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         raise InputError(f"--days is {args.days}; give 1 to {_MOST_DAYS}")
     written = make_keys(Path(args.out), args.hosts, args.days)
     if args.json:
-        print(json.dumps({"files": [str(path) for path in written]}))
+        print_json({"files": [str(path) for path in written]})
     else:
         for path in written:
             print(path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from array import array
 from pathlib import Path
@@ -12,10 +11,12 @@ from typing import Any, BinaryIO
 import trio
 
 from dgr.cli.options import add_model_arguments, context_of
+from dgr.cli.progress import Activity, progress_bar
+from dgr.cli.streams import json_line
 from dgr.cli.summary import print_beside
 from dgr.errors import InputError, WireError
 from dgr.model.outputs import writing
-from dgr.model.targets import find_target
+from dgr.model.targets import Target, find_target
 from dgr.runtime.local import open_pipeline
 
 __all__ = ["read_tokens", "register", "run"]
@@ -47,10 +48,14 @@ def read_tokens(path: Path) -> list[int]:
 
 
 def run(args: argparse.Namespace) -> int:
-    return trio.run(_logits, args)
+    with progress_bar("opening the stages", lambda count: f"{count} tokens") as activity:
+        target, shape = trio.run(_logits, args, activity)
+    text = f"{shape['out']}: {shape['rows']} x {shape['columns']} float32"
+    print_beside(target, json_line(shape) if args.json else text)
+    return 0
 
 
-async def _logits(args: argparse.Namespace) -> int:
+async def _logits(args: argparse.Namespace, activity: Activity | None) -> tuple[Target, dict[str, Any]]:
     if args.model is None:
         raise InputError("give --model GGUF")
     tokens = read_tokens(Path(args.tokens))
@@ -66,19 +71,21 @@ async def _logits(args: argparse.Namespace) -> int:
             memory_budget=args.memory,
             chunk=args.chunk,
         ) as pipeline:
-            rows = _Rows(file, 4 * pipeline.n_vocab)
+            if activity is not None:
+                activity.about("prefill")
+            rows = _Rows(file, 4 * pipeline.n_vocab, len(tokens), activity)
             async with pipeline.session() as session:
                 await session.logits(tokens, rows.write)
     shape = {"out": args.out, "rows": len(tokens), "columns": pipeline.n_vocab, "bytes": rows.n_bytes}
-    print_beside(target, json.dumps(shape) if args.json else f"{args.out}: {len(tokens)} x {pipeline.n_vocab} float32")
-    return 0
+    return target, shape
 
 
 class _Rows:
     """Writes rows in order, each once: after a loss some come again, with the same bits."""
 
-    def __init__(self, file: BinaryIO, row_bytes: int) -> None:
+    def __init__(self, file: BinaryIO, row_bytes: int, n_rows: int = 0, activity: Activity | None = None) -> None:
         self.n_bytes = 0
+        self._n_rows, self._activity = n_rows, activity
         self._file, self._row_bytes = file, row_bytes
 
     def write(self, position: int, values: memoryview) -> None:
@@ -90,3 +97,5 @@ class _Rows:
         fresh = values.cast("B")[known:]
         self._file.write(fresh)
         self.n_bytes += len(fresh)
+        if self._activity is not None:
+            self._activity(self.n_bytes // self._row_bytes, self._n_rows)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import logging
-import sys
 from collections.abc import Sequence
 from importlib.metadata import version
+from typing import NoReturn
 
 from dgr.cli import doctor, fixture, generate, inspect, keys, logits, plan, selftest, slices, stage, up
-from dgr.cli.exit_codes import BAD_INPUT, run_command
+from dgr.cli.exit_codes import run_command
+from dgr.cli.logs import LEVELS, start_logging
 from dgr.engine.native import build_info
-from dgr.errors import InputError
+from dgr.text import printable
 
 __all__ = ["main"]
 
@@ -27,28 +27,40 @@ class _Version(argparse.Action):
         parser.exit()
 
 
+class _Parser(argparse.ArgumentParser):
+    """Repeats no control character of an argument that it refuses; argparse makes parsers of commands of this class too."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(printable(message))
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="dgr", description="Run DeepSeek V4 Flash as a pipeline of layer-range stages, bit for bit."
-    )
+    parser = _Parser(prog="dgr", description="Run DeepSeek V4 Flash as a pipeline of layer-range stages, bit for bit.")
     parser.add_argument("--version", action=_Version)
-    parser.add_argument("--log", metavar="LEVEL", default="warning", help="log level: debug, info, warning, error")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in (generate, logits, plan, slices, stage, up, doctor, keys, inspect, fixture, selftest):
         command.register(subparsers)
+    _add_log(parser, "warning")
     return parser
+
+
+def _add_log(parser: argparse.ArgumentParser, default: str) -> None:
+    """``--log``, before the command and after it; one that is not given after it leaves the other in force."""
+    parser.add_argument(
+        "--log", metavar="LEVEL", default=default, help=f"log level: {', '.join(LEVELS)} (default: warning)"
+    )
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for command in action.choices.values():
+                _add_log(command, argparse.SUPPRESS)
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    args = _parser().parse_args(argv)
+    start_logging(args.log)
+    return int(args.run(args))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; gives the exit code: 0, 1 failed, 2 bad input, 130 interrupted."""
-    try:
-        args = _parser().parse_args(argv)
-    except InputError as error:  # a flag that is there only to be refused
-        print(f"dgr: error: {error}", file=sys.stderr)
-        return BAD_INPUT
-    level = logging.getLevelNamesMapping().get(args.log.upper())
-    if level is None:
-        print(f"dgr: error: --log {args.log!r} is none of debug, info, warning, error", file=sys.stderr)
-        return BAD_INPUT
-    logging.basicConfig(level=level, format="%(levelname)s %(name)s: %(message)s")
-    return run_command("dgr", lambda: args.run(args))
+    return run_command("dgr", lambda: _run(argv))

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 from typing import Any
 
+from dgr.cli.progress import progress_bar
+from dgr.cli.streams import print_json
 from dgr.cli.tables import render_table
 from dgr.engine.base import ContextParams, Numerics
 from dgr.engine.budget import parse_budget
@@ -85,6 +86,8 @@ def run(args: argparse.Namespace) -> int:
     target = None if args.out in (None, "-") else find_target(args.out)
     if target is not None and target.is_standard_output:
         target, args.out = None, "-"
+    if args.json and args.out == "-":
+        raise InputError("--json and the route file would share standard output; give -o a file, or leave --json out")
     if target is not None:
         target.check_apart(*artifact.parts.paths)
     hosts = _addresses(addresses, n_stages)
@@ -105,11 +108,12 @@ def run(args: argparse.Namespace) -> int:
         return estimate_memory(artifact, layers, context).total - costs.weights_of(layers) - costs.state_of(layers)
 
     sizes = None if memory is None else [parse_budget(size) for size in memory]
-    plan = refine(costs, n_stages, sizes, compute)
+    with progress_bar("counting the buffers"):
+        plan = refine(costs, n_stages, sizes, compute)
     file = _route_file(args, artifact, plan, hosts)
-    text = _text_of(file)
+    text = "" if args.out is None else format_route_file(file)
     if args.json:
-        print(json.dumps(_object(plan, hosts, file)))
+        print_json(_object(plan, hosts, file))
     elif args.out != "-":
         print(_table(plan, hosts))
     check_fits(plan, hosts)
@@ -120,17 +124,6 @@ def run(args: argparse.Namespace) -> int:
         if not args.json:
             print(f"\nwritten to {target.path}; start the stages with: dgr up {target.path}")
     return 0
-
-
-def _text_of(file: RouteFile) -> str:
-    text = format_route_file(file)
-    try:
-        text.encode()
-    except UnicodeEncodeError as wrong:
-        raise InputError(
-            f"{str(file.model)!r}: a route file is UTF-8 and cannot hold a path that is not; give the file another name"
-        ) from wrong
-    return text
 
 
 def _route_file(args: argparse.Namespace, artifact: Artifact, plan: Plan, hosts: list[str]) -> RouteFile:

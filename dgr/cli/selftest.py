@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from typing import Any
 
+from dgr.cli.progress import progress_bar, say_above
+from dgr.cli.streams import print_json, tell
 from dgr.engine.native import kernel_fingerprint
 from dgr.engine.numerics import Certificate, load_certificate, record_certificate, record_target
 from dgr.errors import InputError
@@ -74,18 +74,20 @@ def _object(report: Report, notes: list[str], path: str | None) -> dict[str, Any
 def run(args: argparse.Namespace) -> int:
     found = load_certificate()
     if args.if_missing and found is not None and not _would_find_more(found):
-        print(json.dumps({"recorded": True}) if args.json else "the verdict for these kernels is recorded already")
+        if args.json:
+            print_json({"recorded": True})
+        else:
+            print("the verdict for these kernels is recorded already")
         return 0
     types = None if args.types is None else [name.strip() for name in args.types.split(",") if name.strip()]
-    finished = None if args.json else lambda verdict: print(_line(verdict), flush=True)
     if not args.no_record:
         record_target(kernel_fingerprint())  # refused now rather than after half a minute
-    if not args.json and sys.stdout.isatty():
-        print("running; about half a minute", file=sys.stderr)
     try:
-        report = run_suite(types, finished=finished)
+        with progress_bar("testing these kernels; about half a minute") as activity:
+            finished = None if args.json else lambda verdict: say_above(activity, _line(verdict))
+            report = run_suite(types, finished=finished)
     except KeyboardInterrupt:
-        print("dgr selftest: interrupted; nothing was recorded", file=sys.stderr)
+        tell("dgr selftest: interrupted; nothing was recorded")
         raise
     notes, path, kept = list(report.notes), None, True
     if not args.no_record and any(verdict.is_known for verdict in report.verdicts):
@@ -95,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
             notes.append(str(failed))
             kept = False
     if args.json:
-        print(json.dumps(_object(report, notes, path)))
+        print_json(_object(report, notes, path))
     else:
         for note in notes:
             print(f"note: {note}")

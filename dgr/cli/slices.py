@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import json
 from typing import Any
 
 import attrs
 
 from dgr.cli.progress import progress_bar
+from dgr.cli.streams import json_line
 from dgr.cli.summary import print_beside
 from dgr.model.artifact import Artifact
 from dgr.model.route import LayerRange
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
     with progress_bar("writing the slice") as progress:
         summary = write_slice(artifact, layers, target, progress)
     if args.json:
-        print_beside(target, json.dumps(attrs.asdict(summary)))
+        print_beside(target, json_line(attrs.asdict(summary)))
         return 0
     share = summary.weight_bytes / max(1, artifact.weight_bytes(artifact.hp.whole))
     print_beside(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import logging
 import math
 import os
@@ -16,7 +15,8 @@ from typing import Any
 import trio
 
 from dgr.cli.options import add_context_arguments, add_link_arguments, context_of, link_policy_of
-from dgr.cli.progress import progress_bar
+from dgr.cli.progress import progress_bar, silent_bar
+from dgr.cli.streams import print_json
 from dgr.engine.budget import check_budget, parse_budget
 from dgr.engine.llama import LlamaEngine, estimate_memory
 from dgr.errors import InputError
@@ -100,14 +100,18 @@ async def _stage(args: argparse.Namespace) -> None:
 
 
 def _load(args: argparse.Namespace, layers: LayerRange) -> LlamaEngine:
+    # A parent process shows that its stages are starting; their own displays would overwrite each other.
+    showing = silent_bar if args.until_stdin_closes else progress_bar
     artifact, context = Artifact.open(Path(args.model)), context_of(args)
     if args.memory is not None:
-        report = estimate_memory(artifact, layers, context)
+        with showing("counting the buffers"):
+            report = estimate_memory(artifact, layers, context)
         check_budget({f"stage {layers}": report}, context.n_seq_max, parse_budget(args.memory))
     artifact.check(layers)
-    with progress_bar("reading the weights") as progress:
+    with showing("reading the weights") as progress:
         artifact.prove(layers, progress)
-    return LlamaEngine(artifact, layers, context, threads=args.threads, mmap=args.mmap)
+    with showing("loading the weights"):
+        return LlamaEngine(artifact, layers, context, threads=args.threads, mmap=args.mmap)
 
 
 def _announce(args: argparse.Namespace, listeners: list[trio.SocketListener], engine: LlamaEngine) -> None:
@@ -125,7 +129,7 @@ def _announce(args: argparse.Namespace, listeners: list[trio.SocketListener], en
             "state_bytes": sum(memory.state.values()),
             "compute_bytes": memory.compute,
         }
-        print(json.dumps(line), flush=True)
+        print_json(line)
     else:
         print(
             f"stage {about.layers} listens on {address}, {about.context.numerics.value} numerics on"

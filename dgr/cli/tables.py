@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from dgr.text import one_line
+
 __all__ = ["layer_runs", "render_table"]
 
 
@@ -32,6 +34,7 @@ def layer_runs(layers: Sequence[int]) -> str:
 def render_table(rows: Sequence[Sequence[str]], numeric: Iterable[int] = ()) -> str:
     """Rows of equal length in aligned columns, the first being the heading; ``numeric`` columns align right."""
     right = frozenset(numeric)
+    rows = [[one_line(cell) for cell in row] for row in rows]  # a model's and a host's names are among them
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []
     for row in rows:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import json
 import signal
 import subprocess
-import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import trio
 
-from dgr.cli.exit_codes import BAD_INPUT
+from dgr.cli.children import flags_of, python_module, spelled_out
+from dgr.cli.exit_codes import BAD_INPUT, FAILED
 from dgr.cli.options import add_link_arguments, add_reserved_arguments, link_policy_of
+from dgr.cli.progress import Activity, progress_bar, say_above
+from dgr.cli.streams import json_line, tell
 from dgr.engine.budget import available_cpus
 from dgr.errors import InputError, InvalidRoute
 from dgr.model.artifact import Artifact
@@ -25,6 +27,14 @@ from dgr.wire.tcp import is_loopback, parse_address
 
 __all__ = ["register", "run", "stage_command"]
 
+#: Keys of a route file's context that are flags of a stage.
+_CONTEXT_FLAGS = {
+    "n_ctx": "--ctx",
+    "n_batch": "--batch",
+    "n_ubatch": "--ubatch",
+    "type_k": "--type-k",
+    "numerics": "--numerics",
+}
 #: Seconds between two starts of a stage that keeps ending: at first, and at most.
 _FIRST_PAUSE = 0.2
 _LAST_PAUSE = 10.0
@@ -77,28 +87,26 @@ def _local(file: RouteFile, only: list[str] | None) -> list[StageRef]:
 
 
 def stage_command(
-    file: RouteFile, ref: StageRef, model: Path, threads: int, sessions: int, policy: LinkPolicy
+    file: RouteFile, ref: StageRef, model: Path, threads: int, sessions: int, policy: LinkPolicy, log: str = "warning"
 ) -> list[str]:
     """The command line of one stage."""
-    flags = {
-        "n_ctx": "--ctx",
-        "n_batch": "--batch",
-        "n_ubatch": "--ubatch",
-        "type_k": "--type-k",
-        "numerics": "--numerics",
+    values: dict[str, object] = {
+        "--layers": ref.layers,
+        "--listen": ref.address,
+        "--threads": threads,
+        "--sessions": file.context.get("n_seq_max", sessions),
     }
-    command = [sys.executable, "-m", "dgr", "stage", str(model), "--layers", str(ref.layers), "--listen", ref.address]
-    command += ["--threads", str(threads), "--sessions", str(file.context.get("n_seq_max", sessions))]
-    for key, flag in flags.items():
-        if key in file.context:
-            command += [flag, str(file.context[key])]
+    values |= {flag: file.context[key] for key, flag in _CONTEXT_FLAGS.items() if key in file.context}
     if file.context.get("flash_attn") is False:
-        command += ["--flash-attn", "off"]
+        values["--flash-attn"] = "off"
     if (tls := policy.credentials) is not None:
-        command += ["--tls-ca", str(tls.ca), "--tls-cert", str(tls.certificate), "--tls-key", str(tls.key)]
-    if policy.allow_plain:
-        command += ["--allow-plain"]
-    return [*command, "--heartbeat", f"{policy.heartbeat:g}", "--json", "--until-stdin-closes"]
+        files = {"--tls-ca": tls.ca, "--tls-cert": tls.certificate, "--tls-key": tls.key}
+        values |= {flag: spelled_out(path) for flag, path in files.items()}
+    values |= {"--heartbeat": f"{policy.heartbeat:g}", "--log": log}
+    plain = ["--allow-plain"] if policy.allow_plain else []
+    return python_module(
+        "dgr", "stage", spelled_out(model), *flags_of(values), *plain, "--json", "--until-stdin-closes"
+    )
 
 
 async def _up(args: argparse.Namespace) -> None:
@@ -107,62 +115,92 @@ async def _up(args: argparse.Namespace) -> None:
     if model is None:
         raise InputError("give --model GGUF, or `model` in the route file")
     artifact = Artifact.open(model)
-    if file.artifact not in (None, artifact.identity):
-        raise InvalidRoute(f"{model} is artifact {artifact.identity}; the route is for {file.artifact}")
+    if file.artifact is not None:
+        with progress_bar("reading the model") as progress:
+            found = artifact.manifest(progress).identity
+        if found != file.artifact:
+            raise InvalidRoute(f"{model} is artifact {found}; the route is for {file.artifact}")
     file.route.check(artifact.hp.n_layers)
     policy = link_policy_of(args, file.tls)
     stages = _local(file, args.only)
     threads = max(1, available_cpus() // len(stages)) if args.threads is None else args.threads
     if threads < 1:
         raise InputError(f"--threads is {threads}; a stage computes with one or more")
-    refusals: list[str] = []
+    commands = {}
+    for ref in stages:
+        stage_model = file.stage_models.get(ref.address, model)
+        commands[ref] = stage_command(file, ref, stage_model, threads, args.sessions, policy, args.log)
+    with progress_bar("starting the stages") as activity:
+        refused = await _supervise(commands, _Reporter(len(stages), args.json, activity))
+    if refused is not None:
+        raise InputError(f"stage {refused.address} ({refused.layers}) refuses its arguments; its own message is above")
+
+
+async def _supervise(commands: Mapping[StageRef, list[str]], report: _Reporter) -> StageRef | None:
+    """Keep stages running until a signal comes, or until one refuses its arguments: that one."""
+    refused: list[StageRef] = []
     async with open_nursery() as nursery:
 
-        async def keep(ref: StageRef) -> None:
-            stage_model = file.stage_models.get(ref.address, model)
-            command = stage_command(file, ref, stage_model, threads, args.sessions, policy)
-            await _keep(ref, command, _reporter(args.json))
-            refusals.append(f"stage {ref.address} ({ref.layers}) refuses its arguments; its own message is above")
+        async def keep(ref: StageRef, command: list[str]) -> None:
+            await _keep(ref, command, report)
+            refused.append(ref)
             nursery.cancel_scope.cancel()
 
-        for ref in stages:
-            nursery.start_soon(keep, ref)
+        for ref, command in commands.items():
+            nursery.start_soon(keep, ref, command)
         with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
             async for _ in signals:
                 break
         nursery.cancel_scope.cancel()
-    if refusals:
-        raise InputError(refusals[0])
+    return refused[0] if refused else None
 
 
-def _reporter(as_json: bool) -> Any:
-    def report(ref: StageRef, event: str, **facts: Any) -> None:
-        if as_json:
-            print(json.dumps({"stage": ref.address, "layers": str(ref.layers), "event": event, **facts}), flush=True)
+class _Reporter:
+    """Tells every start and end of a stage; on a terminal it shows that some are still starting."""
+
+    def __init__(self, n_stages: int, as_json: bool, activity: Activity | None) -> None:
+        self._n_stages, self._as_json, self._activity = n_stages, as_json, activity
+        self._ready: set[str] = set()
+
+    def __call__(self, ref: StageRef, event: str, **facts: Any) -> None:
+        if event == "ready":
+            self._ready.add(ref.address)
+        else:
+            self._ready.discard(ref.address)
+        if self._as_json:
+            text = json_line({"stage": ref.address, "layers": str(ref.layers), "event": event, **facts})
         else:
             tail = ", ".join(f"{name} {value}" for name, value in facts.items())
-            print(f"stage {ref.address} ({ref.layers}) {event}{': ' if tail else ''}{tail}", flush=True)
+            text = f"stage {ref.address} ({ref.layers}) {event}{': ' if tail else ''}{tail}"
+        say_above(self._activity, text, rest=len(self._ready) == self._n_stages)
 
-    return report
 
+async def _keep(ref: StageRef, command: list[str], report: Callable[..., None]) -> None:
+    """Run a stage again and again; returns only when it refuses its arguments as it starts for the first time.
 
-async def _keep(ref: StageRef, command: list[str], report: Any) -> None:
-    """Run a stage again and again; returns only when it refuses its arguments."""
-    pause = _FIRST_PAUSE
+    Later a refusal is a state of the machine: its port is taken for a moment, or a file that is being replaced is not there.
+    """
+    pause, first = _FIRST_PAUSE, True
     while True:
         began = trio.current_time()
         code = await _run_once(ref, command, report)
         if trio.current_time() - began > _SETTLED:
             pause = _FIRST_PAUSE
-        if code == BAD_INPUT:
+        if code == BAD_INPUT and first:
             return
+        first = False
         report(ref, "ended", code=code, again_in_seconds=pause)
         await trio.sleep(pause)
         pause = min(2 * pause, _LAST_PAUSE)
 
 
-async def _run_once(ref: StageRef, command: list[str], report: Any) -> int:
-    process = await trio.lowlevel.open_process(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+async def _run_once(ref: StageRef, command: list[str], report: Callable[..., None]) -> int:
+    """Run a stage to its end: its exit code, or that of a failure when no process could be started now."""
+    try:
+        process = await trio.lowlevel.open_process(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    except OSError as error:
+        tell(f"dgr: stage {ref.address} cannot be started: {error}")
+        return FAILED
     assert process.stdout is not None
     try:
         line = b""

@@ -13,14 +13,17 @@ from dgr.model.units import human_bytes
 __all__ = ["available_cpus", "check_budget", "parse_budget"]
 
 _UNITS = {"": 1, "B": 1, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+#: Bytes that no address space holds, and no 64-bit count.
+_MOST = 2.0**63
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?i?B|)", re.IGNORECASE)
 _SHARE = re.compile(r"(\d+(?:\.\d+)?)\s*%")
 
 
 def parse_budget(text: str | int) -> int:
     """Bytes of a budget: a number, ``24GiB``, or ``50%`` of the memory that this process may use (:mod:`dgr.model.host`)."""
+    size: float
     if isinstance(text, int):
-        size = float(text)
+        size = text
     elif share := _SHARE.fullmatch(text.strip()):
         size = usable_memory() * float(share[1]) / 100
     elif (match := _SIZE.fullmatch(text.strip())) and match[2].upper() in _UNITS:
@@ -29,8 +32,9 @@ def parse_budget(text: str | int) -> int:
         raise InputError(
             f"memory budget {text!r} is neither bytes, nor like 24GiB, nor a share of the usable memory like 50%"
         )
-    if size < 1:
-        raise InputError(f"memory budget {text!r} is less than one byte")
+    if not 1 <= size < _MOST:
+        given = f"{text[:40]!r}" if isinstance(text, str) else "given"
+        raise InputError(f"memory budget {given} is {'less than one byte' if size < 1 else 'over 2^63 bytes'}")
     return int(size)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import os
 import tomllib
@@ -14,12 +15,15 @@ from attrs import field, frozen
 from dgr.errors import InvalidLayerRange, InvalidRoute
 from dgr.model.mtp import refuse_names
 from dgr.model.route import LayerRange, Route, StageRef
+from dgr.text import utf8
 
 __all__ = ["RouteFile", "format_route_file", "read_route_file"]
 
 _CONTEXT = {
     "n_ctx": int, "n_batch": int, "n_ubatch": int, "n_seq_max": int, "type_k": str, "flash_attn": bool, "numerics": str,
 }  # fmt: skip
+#: A thousand times what a long route takes; a file of this size is something else, or a device without end.
+_MOST_BYTES = 1 << 20
 _TLS = ("ca", "certificate", "key")
 
 
@@ -64,12 +68,7 @@ class RouteFile:
 def read_route_file(path: str | Path) -> RouteFile:
     """Read and check a route file. Raises :class:`InvalidRoute` naming the key and what it should hold."""
     path = Path(path)
-    try:
-        data = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise InvalidRoute(f"cannot read {path}: {error.strerror or error}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise InvalidRoute(f"{path} is no TOML: {error}") from error
+    data = _parsed(path)
     _only(data, {"artifact": str, "model": str, "context": dict, "tls": dict, "stage": list}, str(path))
     stages = data.get("stage", [])
     if not stages:
@@ -111,8 +110,29 @@ def read_route_file(path: str | Path) -> RouteFile:
     )
 
 
+def _parsed(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            text = file.read(_MOST_BYTES + 1)
+    except OSError as error:
+        raise InvalidRoute(f"cannot read {path}: {error.strerror or error}") from error
+    if len(text) > _MOST_BYTES:
+        raise InvalidRoute(f"{path} is not a route file: it has more than {_MOST_BYTES} bytes")
+    if text.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise InvalidRoute(f"{path} is UTF-16, TOML is UTF-8; convert it: iconv -f UTF-16 -t UTF-8")
+    try:
+        return tomllib.loads(text.removeprefix(codecs.BOM_UTF8).decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise InvalidRoute(f"{path} is not UTF-8, which TOML is: {error}; convert it with iconv") from error
+    except (ValueError, RecursionError) as error:  # a TOMLDecodeError is a ValueError; so is a number of 5000 digits
+        raise InvalidRoute(f"{path} is not TOML: {error}") from error
+
+
 def format_route_file(file: RouteFile) -> str:
-    """The text of a route file; what :func:`read_route_file` reads back as the same, paths relative to its folder."""
+    """The text of a route file; what :func:`read_route_file` reads back as the same, paths relative to its folder.
+
+    Raises :class:`InvalidRoute` for a path or name that is not UTF-8: TOML cannot hold it.
+    """
     base = file.path.absolute().parent
 
     def relative(path: Path) -> str:
@@ -135,6 +155,8 @@ def format_route_file(file: RouteFile) -> str:
 
 
 def _quoted(text: str) -> str:
+    if utf8(text) != text:
+        raise InvalidRoute(f"a route file is UTF-8 and cannot name {text}; give the file a name that is UTF-8")
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")  # a JSON string is a TOML one but for DEL
 
 
@@ -150,5 +172,7 @@ def _only(table: Mapping[str, Any], allowed: Mapping[str, type], where: str) -> 
         kind = allowed.get(key)
         if kind is None:
             raise InvalidRoute(f"{where}: unknown key {key!r}; known are {', '.join(allowed)}")
+        if isinstance(value, str) and "\0" in value:
+            raise InvalidRoute(f"{where}: {key} is {value!r}; no name has a NUL character")
         if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
             raise InvalidRoute(f"{where}: {key} is {value!r}, but must be a {kind.__name__}")

@@ -108,6 +108,8 @@ class ClientSession:
         if isinstance(prompt, str):
             if vocabulary is None:
                 raise InputError("a text prompt needs a vocabulary; give token ids, or open the pipeline with one")
+            if not (prompt or self.transcript or transcript):  # the begin-of-text token alone is not a question
+                raise InputError("the prompt is empty, and there is nothing before it: give at least one character")
             prompt = vocabulary.encode(prompt, add_special=not self.transcript and transcript is None)
         before = self.transcript if transcript is None else token_ids("transcript", transcript, n_vocab)
         whole = [*before, *token_ids("prompt", prompt, n_vocab, len(before))]

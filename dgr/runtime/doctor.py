@@ -9,9 +9,10 @@ from collections.abc import Mapping
 import trio
 from attrs import frozen
 
-from dgr.errors import DeadlineExceeded, DgrError, FrameError, InvalidRoute, LinkBroken, PeerRefused, WireError
+from dgr.errors import DeadlineExceeded, DgrError, InvalidRoute, LinkBroken, PeerRefused, WireError
 from dgr.model.route import Route, StageRef
 from dgr.model.route_file import RouteFile
+from dgr.runtime.diagnosis import next_step, own_findings, said_step
 from dgr.runtime.identity import check_alike, check_neighbours, identity_of
 from dgr.runtime.pipeline import Timeouts, open_pipeline_on
 from dgr.runtime.remote import LinkPolicy, RemoteConnector
@@ -27,20 +28,11 @@ _FILL = 8 * 2**20
 _FILL_STEP = 60_000
 #: Seconds for measuring one link: what takes longer is too slow for boundaries.
 _MEASURE = 60.0
-#: What to do about an error met at a stage, from here.
-_NEXT_STEPS: Mapping[type[DgrError], str] = {
-    LinkBroken: "start the stage there (dgr stage), and check address, firewall and certificates",
-    DeadlineExceeded: "the host takes connections and does not answer: see whether the stage is still loading, stopped or"
-    " overloaded, and whether a firewall drops packets",
-    FrameError: "something else than a stage of this dgr version listens there: check the port, and that both sides use TLS"
-    " or neither does",
-    PeerRefused: "the stage says what differs: start it with the same model, context and dgr as the others",
-    InvalidRoute: "make the stages alike, or correct the route file",
-}
-#: The same for an error met when every stage was well and the route as a whole was not.
+#: What to do about an error met when every stage was well and the route as a whole was not.
 _ROUTE_STEPS: Mapping[type[DgrError], str] = {
     PeerRefused: "each stage must reach the next one at the address in the route file: check firewall, names and"
     " certificates between their hosts",
+    LinkBroken: "a stage ended, or ended its link, while the route was being fenced: look at its log",
     DeadlineExceeded: "a stage did not fence in time: look at its log, and whether each host reaches the next one",
 }
 
@@ -73,15 +65,17 @@ class RouteReport:
     problems: tuple[Problem, ...]
     #: Seconds until every stage had fenced an epoch, boundary links between them included; None: it did not work.
     fence_seconds: float | None
-
-
-def _problem(where: str, error: DgrError, known: Mapping[type[DgrError], str] = _NEXT_STEPS) -> Problem:
-    steps = [step for kind, step in known.items() if isinstance(error, kind)]
-    return Problem(where, str(error), steps[0] if steps else "see the message; `dgr --log info` shows more")
+    #: What works today and will not for long.
+    warnings: tuple[Problem, ...] = ()
 
 
 async def examine(file: RouteFile, policy: LinkPolicy) -> RouteReport:
     """Reach every stage, compare identities, measure the links, then fence the whole route once."""
+    own = [
+        (finding.later, Problem("this host", finding.what, finding.next_step))
+        for finding in await trio.to_thread.run_sync(own_findings, policy.credentials)
+    ]
+    own_is_bad = not all(later for later, _ in own)
     found: dict[str, Problem] = {}
     reports: dict[str, StageReport] = {}
     connect = RemoteConnector(policy, name="doctor", artifact=file.artifact, context=file.context)
@@ -97,7 +91,8 @@ async def examine(file: RouteFile, policy: LinkPolicy) -> RouteReport:
                     raise DeadlineExceeded(f"{_ROUND_TRIPS} round trips and {_FILL} bytes took over {_MEASURE:g} s")
                 identity = identity_of(description)
         except DgrError as error:
-            found[ref.address] = _problem(f"stage {ref.address}", error)
+            step = await next_step(ref.address, error, policy.credentials, own_is_bad=own_is_bad)
+            found[ref.address] = Problem(f"stage {ref.address}", str(error), step)
             reports[ref.address] = StageReport(ref.address, str(ref.layers), None, None, None)
         else:
             reports[ref.address] = StageReport(ref.address, str(ref.layers), identity, round_trip, bandwidth)
@@ -106,15 +101,17 @@ async def examine(file: RouteFile, policy: LinkPolicy) -> RouteReport:
         for ref in file.route.stages:
             nursery.start_soon(visit, ref)
     ordered = tuple(reports[ref.address] for ref in file.route.stages)
-    problems = [found[ref.address] for ref in file.route.stages if ref.address in found]
+    problems = [problem for later, problem in own if not later]
+    problems += [found[ref.address] for ref in file.route.stages if ref.address in found]
     problems += _compare(ordered)
     fence_seconds = None
     if not problems:
         try:
             fence_seconds = await _fence(connect, file.route)
         except DgrError as error:
-            problems.append(_problem("the route as a whole", error, {**_NEXT_STEPS, **_ROUTE_STEPS}))
-    return RouteReport(ordered, tuple(problems), fence_seconds)
+            problems.append(Problem("the route as a whole", str(error), said_step(error, _ROUTE_STEPS)))
+    warnings = tuple(problem for later, problem in own if later)
+    return RouteReport(ordered, tuple(problems), fence_seconds, warnings)
 
 
 def _compare(reports: tuple[StageReport, ...]) -> list[Problem]:
@@ -126,7 +123,7 @@ def _compare(reports: tuple[StageReport, ...]) -> list[Problem]:
             if len(known) == len(reports):
                 check_neighbours(before, after)
         except InvalidRoute as error:
-            problems.append(_problem(f"stage {address}", error))
+            problems.append(Problem(f"stage {address}", str(error), said_step(error)))
     return problems
 
 

@@ -32,6 +32,7 @@ from dgr.model.state_map import ContextShape
 from dgr.runtime.identity import check_alike, check_neighbours, check_wants, describe_identity, identity_of
 from dgr.runtime.pipeline import Pipeline, Timeouts, open_pipeline_on
 from dgr.runtime.shard import Shard, limits_of
+from dgr.runtime.visitors import VisitorLog, says_something
 from dgr.wire import frames
 from dgr.wire.frames import Denied, Hello, Role, Welcome
 from dgr.wire.framing import Limits, Received
@@ -207,6 +208,7 @@ class StageServer:
         self._nursery: trio.Nursery | None = None
         self._next: dict[tuple[str, str], Link] = {}
         self._dialing: dict[tuple[str, str], trio.Lock] = {}
+        self._visitors = VisitorLog()
         self._links = self._strangers = self._accepted = self._refused = 0
 
     @property
@@ -295,12 +297,17 @@ class StageServer:
         who = _where_from(stream)
         if self._strangers >= self._policy.max_links:
             self._refused += 1
-            _log.warning("%s: %d connections are not greeted yet; closing this one", who, self._strangers)
+            self._visitors.left(
+                who, Overloaded(f"{self._strangers} connections are not greeted yet; this one was closed")
+            )
             await trio.aclose_forcefully(stream)
             return
         self._strangers += 1
         greeted = False
         try:
+            if not await says_something(stream, self._policy.handshake):
+                _log.debug("%s: it left without a word, as health probes do", who)
+                return
             transport = await accept_tls(stream, context, self._policy.handshake)
             async with self._greet(transport) as (link, serve):
                 greeted = True
@@ -308,10 +315,11 @@ class StageServer:
                 self._accepted += 1
                 self._links += 1
                 await serve(link)
-        except DgrError as error:
-            _log.warning("%s: %s", who, error)
-        except OSError as error:
-            _log.warning("%s: the connection failed before it was a link: %s", who, error)
+        except (DgrError, OSError) as error:
+            if greeted:
+                _log.warning("%s: %s", who, error)
+            else:
+                self._visitors.left(who, error)
         except Exception:
             _log.exception("%s: the link ends by a defect; everything else goes on", who)
         finally:

@@ -16,7 +16,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -25,6 +24,7 @@ from typing import Any
 import psutil
 import trio
 
+from dgr.cli.children import python_module, spelled_out
 from dgr.errors import DgrError
 from dgr.model.route_file import RouteFile, read_route_file
 from dgr.testing.waits import until
@@ -144,7 +144,7 @@ class Program:
 async def open_program(*arguments: str, stdin: int | None = None) -> AsyncIterator[Program]:
     """Run ``dgr`` with ``arguments`` for the length of the block; it is told to end, or killed if the block failed."""
     process = await trio.lowlevel.open_process(
-        [sys.executable, "-m", "dgr", *arguments],
+        python_module("dgr", *arguments),
         stdin=stdin,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -174,7 +174,7 @@ async def open_up(file: RouteFile, *options: str) -> AsyncIterator[Program]:
     """
     pids: list[int] = []
     try:
-        async with open_program("up", str(file.path), "--json", "--threads", "1", *options) as program:
+        async with open_program("up", spelled_out(file.path), "--json", "--threads", "1", *options) as program:
             try:
                 for ref in file.route.stages:
                     await program.ready(ref.address)

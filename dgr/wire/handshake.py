@@ -61,6 +61,6 @@ async def _receive_exactly(transport: trio.abc.Stream, size: int) -> bytes:
     while len(data) < size:
         part = await transport.receive_some(size - len(data))
         if not part:
-            raise LinkBroken(f"the other side closed the link after {len(data)} bytes: wrong port, or it refused us")
+            raise LinkBroken(f"the other side closed the link after {len(data)} bytes, before it said what it speaks")
         data += part
     return data

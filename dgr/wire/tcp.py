@@ -39,6 +39,8 @@ _LAST_WORDS = 1.0
 _READ = 65536
 
 _PORT = re.compile(r"[0-9]{1,5}")
+#: Characters of names; a resolver knows no others, and none of a URL or a second port.
+_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 
 
 @frozen
@@ -84,21 +86,39 @@ def check_private_key(key: Path) -> None:
 def parse_address(text: str) -> tuple[str, int]:
     """Read ``HOST:PORT`` or ``[IPV6]:PORT``. Raises :class:`InputError`."""
     host, colon, port = text.rpartition(":")
-    host = host.removeprefix("[").removesuffix("]")
-    if not colon or not _PORT.fullmatch(port) or int(port) > 65535 or not _is_host(host):
+    if "://" in text:
+        raise InputError(f"address {text!r} is a URL; stages are reached at HOST:PORT alone, for example 10.0.0.1:7701")
+    bracketed = host.startswith("[") and host.endswith("]")
+    host = host[1:-1] if bracketed else host
+    if (
+        not colon
+        or not _PORT.fullmatch(port)
+        or int(port) > 65535
+        or not (_is_ipv6(host) if bracketed else _is_host(host))
+    ):
         raise InputError(f"address {text!r} is not HOST:PORT with a port from 0 to 65535, for example 10.0.0.1:7701")
     return host, int(port)
 
 
 def _is_host(host: str) -> bool:
-    """Whether a resolver can be asked for it: it raises anything but OSError for what is no name at all."""
-    if not host or not host.isascii() or not host.isprintable() or " " in host or host.startswith("."):
+    """Whether a resolver can be asked for it: it raises anything but OSError for what is not a name at all."""
+    if ":" in host:
+        return _is_ipv6(host)
+    if not _NAME.fullmatch(host) or host.startswith("."):
         return False
     try:
         host.encode("idna")
     except UnicodeError:
         return False
     return True
+
+
+def _is_ipv6(host: str) -> bool:
+    """Whether it is an IPv6 address, maybe with a zone."""
+    try:
+        return ipaddress.ip_address(host).version == 6 and host.isprintable() and " " not in host
+    except ValueError:
+        return False
 
 
 def is_loopback(host: str) -> bool:
@@ -123,14 +143,22 @@ def check_plain(host: str, credentials: Credentials | None, allow_plain: bool) -
 async def listen(
     address: str, *, credentials: Credentials | None, allow_plain: bool = False
 ) -> tuple[list[trio.SocketListener], ssl.SSLContext | None]:
-    """Bind ``HOST:PORT`` (port 0: any free one)."""
+    """Bind ``HOST:PORT``: every address that the name has, or for port 0 (any free one) its first address alone.
+
+    Two addresses would have two free ports, and there is one to tell.
+    """
     host, port = parse_address(address)
     check_plain(host, credentials, allow_plain)
     context = None if credentials is None else credentials.context(server=True)
     try:
-        return await trio.open_tcp_listeners(port, host=host), context
+        listeners = await trio.open_tcp_listeners(port, host=host)
     except OSError as error:
         raise InputError(f"cannot listen on {address}: {error}") from error
+    if port == 0:
+        for listener in listeners[1:]:
+            await listener.aclose()
+        del listeners[1:]
+    return listeners, context
 
 
 async def accept_tls(stream: trio.SocketStream, context: ssl.SSLContext | None, seconds: float) -> Transport:

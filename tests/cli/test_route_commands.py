@@ -110,12 +110,12 @@ def test_generate_waits_for_a_lost_stage_as_long_as_it_is_told(
     (tail,) = stages((cluster.model, "3:7"))
     path = route_file([cluster.head.ref, tail.ref], model=cluster.model)
 
-    def kill_at_the_first_token(*text: str, **options: object) -> None:
+    def kill_at_the_first_token(*text: object, **options: object) -> None:
         if "end" in options:
             tail.process.kill()
             tail.process.wait()
 
-    monkeypatch.setattr(generate, "print", kill_at_the_first_token, raising=False)
+    monkeypatch.setattr(generate, "say_above", kill_at_the_first_token)
     result = run("generate", "--route", path, *PROMPT, "--wait", "0.3")
     assert result.code == 1
     assert "the route is down and was not live within 0.3 s" in result.err
@@ -229,7 +229,9 @@ def test_doctor_speaking_plainly_to_a_tls_stage(run: Callable, stages: Callable,
     files = [tmp_path / "keys" / name for name in ("ca.pem", "127.0.0.1.pem", "127.0.0.1.key")]
     flags = [part for pair in zip(("--tls-ca", "--tls-cert", "--tls-key"), files, strict=True) for part in pair]
     (stage,) = stages((small, "0:7", *flags))
-    assert problem(run, route_file([stage.ref]))["where"] == f"stage {stage.address}"
+    found = problem(run, route_file([stage.ref]))
+    assert found["where"] == f"stage {stage.address}"
+    assert "something listens there and ended the link: it may want TLS" in found["next_step"]
     client = tuple(tmp_path / "keys" / name for name in ("ca.pem", "client.pem", "client.key"))
     path = route_file([stage.ref], tls=client, model=small)
     healthy(run, path)
@@ -242,7 +244,7 @@ def test_doctor_speaking_plainly_to_a_tls_stage(run: Callable, stages: Callable,
     flags = [part for pair in zip(("--tls-ca", "--tls-cert", "--tls-key"), others, strict=True) for part in pair]
     found = problem(run, path, *flags)
     assert "certificate verify failed" in found["what"]
-    assert "check address, firewall and certificates" in found["next_step"]
+    assert "it is not of this host's CA: give all hosts certificates of one CA" in found["next_step"]
 
 
 # --- flags ---

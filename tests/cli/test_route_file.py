@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -80,7 +81,7 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
         ("stage = []", "names no [[stage]]"),
         ("[stage]\naddress = 'x'", "stage is {'address': 'x'}, but must be a list"),
         ("stage = [1]", "[[stage]] 0 must be a table with address and layers"),
-        ("x = [", "is no TOML"),
+        ("x = [", "is not TOML"),
         ("model = 7\n" + STAGE, "model is 7, but must be a str"),
         ("artifact = 7\n" + STAGE, "artifact is 7, but must be a str"),
         ("nodel = 'x'\n" + STAGE, "unknown key 'nodel'; known are artifact, model, context, tls, stage"),
@@ -122,6 +123,47 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     with pytest.raises(InvalidRoute, match="Is a directory"):
         read_route_file(tmp_path)
     binary = tmp_path / "binary.toml"
-    binary.write_bytes(b"\xff\xfe")
-    with pytest.raises(InvalidRoute, match="is no TOML"):
+    binary.write_bytes(b"\xfe\xfd")
+    with pytest.raises(InvalidRoute, match="is not UTF-8"):
         read_route_file(binary)
+
+
+def test_a_byte_order_mark_is_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "route.toml"
+    path.write_bytes(b"\xef\xbb\xbf" + STAGE.encode())
+    assert read_route_file(path).route.stages == (StageRef("10.0.0.1:7701", LayerRange(0, 22)),)
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (STAGE.encode("utf-16"), "is UTF-16, TOML is UTF-8; convert it: iconv -f UTF-16 -t UTF-8"),
+        ("\ufeff".encode("utf-16-be") + STAGE.encode("utf-16-be"), "is UTF-16"),
+        ("# café".encode("latin-1"), "is not UTF-8, which TOML is"),
+        (b"x = " + b"[" * 100_000, "is not TOML"),
+        (b"x = " + b"9" * 10_000, "is not TOML"),
+        (b"#" * (2 << 20), "is not a route file: it has more than 1048576 bytes"),
+        (b'model = "a\\u0000b"\n' + STAGE.encode(), "model is 'a\\x00b'; no name has a NUL character"),
+    ],
+    ids=["utf-16", "utf-16-be", "latin-1", "deep", "long number", "large", "NUL"],
+)
+def test_bytes_that_are_no_route_file(data: bytes, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "route.toml"
+    path.write_bytes(data)
+    with pytest.raises(InvalidRoute) as refused:
+        read_route_file(path)
+    assert said in str(refused.value)
+
+
+def test_a_device_without_end_is_not_read_to_its_end() -> None:
+    with pytest.raises(InvalidRoute, match="more than 1048576 bytes"):
+        read_route_file("/dev/zero")
+
+
+@pytest.mark.parametrize("field", ["model", "address"])
+def test_a_name_that_is_not_utf8_cannot_be_written(field: str, tmp_path: Path) -> None:
+    odd = os.fsdecode(b"m\xff")
+    ref = StageRef(odd if field == "address" else "h:1", LayerRange(0, 22))
+    model = tmp_path / (odd if field == "model" else "m")
+    with pytest.raises(InvalidRoute, match=r"cannot name .*m\\udcff"):
+        format_route_file(RouteFile(tmp_path / "r.toml", Route((ref,)), {}, model=model))

@@ -203,10 +203,20 @@ class Authority:
         folder.mkdir()
         self._ca.cert_pem.write_to_path(self.ca)
 
-    def credentials(self, *names: str, common_name: str | None = None, expired: bool = False) -> Credentials:
-        """A certificate for ``names`` (or for none, with a common name), signed by this CA."""
-        yesterday = datetime.datetime.now(datetime.UTC) - datetime.timedelta(days=1)
-        times = {"not_before": yesterday - datetime.timedelta(days=9), "not_after": yesterday} if expired else {}
+    def credentials(
+        self, *names: str, common_name: str | None = None, days: tuple[float, float] | None = None
+    ) -> Credentials:
+        """A certificate for ``names`` (or for none, with a common name), signed by this CA.
+
+        ``days``: from now on, when it begins to be valid and ends; the past is below zero.
+        """
+        times = {}
+        if days is not None:
+            now = datetime.datetime.now(datetime.UTC)
+            times = {
+                name: now + datetime.timedelta(days=n)
+                for name, n in zip(("not_before", "not_after"), days, strict=True)
+            }
         issued = self._ca.issue_cert(*names, common_name=common_name, **times)
         self._count += 1
         certificate, key = self._folder / f"{self._count}.pem", self._folder / f"{self._count}.key"

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 import trio
+from attrs import evolve
 from conversations import seen
-from remote_stages import HANDSHAKE, THREE, TWO, Hosts, open_hosts, read_to_end
+from remote_stages import HANDSHAKE, THREE, TWO, Authority, Hosts, open_hosts, read_to_end
 
 from dgr.errors import LinkBroken
 from dgr.model.route import LayerRange, Route, StageRef
 from dgr.model.route_file import RouteFile
 from dgr.runtime import doctor
+from dgr.runtime.diagnosis import own_findings
 from dgr.runtime.remote import LinkPolicy
 from dgr.wire.links import Link
+from dgr.wire.tcp import Credentials
 
 
 def file_of(route: Route) -> RouteFile:
@@ -111,3 +115,95 @@ async def test_an_examination_leaves_what_is_at_work_alone() -> None:
             frontier = await session.frontier()
             assert {frame.position for frame in frontier.values()} == {3}
             assert [type(event).__name__ for event in seen(events)] == ["Prefilled"]
+
+
+# --- certificates ---
+
+PAST, FUTURE, SOON, LONG = (-10, -1), (1, 90), (-10, 5), (-10, 90)
+
+
+@pytest.mark.parametrize(
+    ("days", "what", "next_step"),
+    [
+        (PAST, "has expired", "make a new one with `dgr keys`"),
+        (FUTURE, "is not valid yet", "set this host's clock, or wait until it is"),
+    ],
+    ids=["expired", "future"],
+)
+async def test_its_own_certificate_is_looked_at_first(days, what: str, next_step: str, authority: Authority) -> None:
+    """The stage is up and refuses it without a word; "start the stage there" would mislead."""
+    async with open_hosts(authority.policy("127.0.0.1")) as hosts:
+        whole = await hosts.start("0:6")
+        own = evolve(hosts.policy, credentials=authority.credentials("client", days=days))
+        report = await doctor.examine(file_of(hosts.route([whole])), own)
+        first, second = report.problems
+        assert (first.where, first.next_step.startswith(next_step)) == ("this host", True)
+        assert f"{own.credentials.certificate} {what}" in first.what
+        assert second.where == f"stage {whole.address}"
+        assert second.next_step == "something listens there and ended the link: mend this host's certificate first"
+
+
+async def test_a_certificate_that_ends_soon_is_spoken_of_and_no_problem(authority: Authority) -> None:
+    async with open_hosts(authority.policy("127.0.0.1")) as hosts:
+        whole = await hosts.start("0:6")
+        for days, spoken_of in ((SOON, True), (LONG, False)):
+            own = evolve(hosts.policy, credentials=authority.credentials("client", days=days))
+            report = await doctor.examine(file_of(hosts.route([whole])), own)
+            assert report.problems == ()
+            assert [warning.where for warning in report.warnings] == ["this host"] * spoken_of
+        assert all("expires on " in warning.what for warning in report.warnings)
+
+
+async def test_a_certificate_of_another_ca_than_its_own_is_told(authority: Authority, tmp_path: Path) -> None:
+    mine = authority.credentials("client")
+    other = Authority(tmp_path / "other").credentials("client")
+    (finding,) = own_findings(Credentials(other.ca, mine.certificate, mine.key))
+    assert f"{mine.certificate} is not one of {other.ca}: " in finding.what
+    assert finding.next_step == "use files that `dgr keys` made together"
+    assert own_findings(mine) == []
+    assert own_findings(None) == []
+
+
+def test_a_ca_that_has_expired_or_soon_will_is_told(authority: Authority) -> None:
+    mine = authority.credentials("client", days=(-10, 90))
+    (ca,) = mine.context(server=True).get_ca_certs()
+    end = ssl.cert_time_to_seconds(ca["notAfter"])
+    for now, later in ((end + 1, False), (end - 86_400, True)):
+        finding, *_ = own_findings(mine, now)
+        assert (finding.later, f"the CA's certificate {authority.ca} " in finding.what) == (later, True)
+
+
+@pytest.mark.parametrize(
+    ("names", "days", "next_step"),
+    [
+        (("127.0.0.1",), PAST, "the certificate there has expired"),
+        (("127.0.0.1",), FUTURE, "the certificate there is not valid yet: compare the clocks"),
+        (("127.0.0.2",), LONG, "its certificate is for other names"),
+        (("stage-a",), LONG, "its certificate is for other names"),
+        ((), LONG, "it is not of this host's CA"),
+    ],
+    ids=["expired", "future", "other IP", "other name", "other CA"],
+)
+async def test_advice_on_a_stages_certificate_goes_by_what_is_wrong(
+    names: tuple[str, ...], days, next_step: str, authority: Authority, tmp_path: Path
+) -> None:
+    issuer = authority if names else Authority(tmp_path / "other")
+    theirs = LinkPolicy(credentials=issuer.credentials(*names or ("127.0.0.1",), days=days), handshake=HANDSHAKE)
+    async with open_hosts(theirs) as hosts:
+        whole = await hosts.start("0:6")
+        report = await doctor.examine(file_of(hosts.route([whole])), authority.policy("client"))
+        (problem,) = report.problems
+        assert problem.next_step.startswith(next_step)
+
+
+async def test_advice_on_a_link_that_ends_goes_by_whether_anything_listens(authority: Authority) -> None:
+    async with open_hosts(authority.policy("127.0.0.1")) as hosts:
+        whole = await hosts.start("0:6")
+        plain = await doctor.examine(file_of(hosts.route([whole])), LinkPolicy(handshake=HANDSHAKE))
+        assert "it may want TLS" in plain.problems[0].next_step
+        await whole.kill()
+        gone = await doctor.examine(file_of(hosts.route([whole])), hosts.policy)
+        assert gone.problems[0].next_step.startswith("nothing listens there: start the stage there (dgr stage)")
+        nowhere = Route((StageRef("no-such-host.invalid:1", LayerRange(0, 6)),))
+        unknown = await doctor.examine(file_of(nowhere), hosts.policy)
+        assert unknown.problems[0].next_step.startswith("the name is not known on this host")

@@ -86,7 +86,7 @@ STRANGERS: dict[str, tuple[Refusal, str]] = {
         "refused our certificate: unknown ca|refused our certificate: decrypt error",
     ),
     "an expired certificate": (
-        lambda ours, _: ours.credentials("127.0.0.1", expired=True),
+        lambda ours, _: ours.credentials("127.0.0.1", days=(-10, -1)),
         "refused our certificate: certificate expired",
     ),
     "a CA of its own": (lambda _, theirs: theirs.credentials("127.0.0.1"), "certificate verify failed"),

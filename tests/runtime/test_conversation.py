@@ -260,6 +260,8 @@ async def test_tokens_outside_the_vocabulary_are_refused(autojump_clock: trio.ab
         SamplingParams(seed=-1),
         SamplingParams(top_k=-1),
         SamplingParams(top_p=0.0),
+        SamplingParams(top_p=1.5),
+        SamplingParams(temperature=-1.0),
         SamplingParams(min_p=2.0),
         SamplingParams(repeat_penalty=0.0),
         SamplingParams(temperature=float("nan")),

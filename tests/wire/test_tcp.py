@@ -15,7 +15,7 @@ from dgr.errors import DeadlineExceeded, InputError, LinkBroken
 from dgr.testing.relay import Relay, open_relay
 from dgr.wire.frames import Pong
 from dgr.wire.links import Link, open_link
-from dgr.wire.tcp import accept_tls, dial, listen
+from dgr.wire.tcp import accept_tls, dial, listen, parse_address
 
 #: Real sockets need real time: a guard against a hang, far above what a test takes.
 GUARD = 20
@@ -103,3 +103,57 @@ async def test_nothing_listens_is_a_broken_link_that_says_so() -> None:
         bound.bind(("127.0.0.1", 0))
         with trio.fail_after(GUARD), pytest.raises(LinkBroken, match=r"cannot connect to 127\.0\.0\.1:.*refused"):
             await dial(f"127.0.0.1:{bound.getsockname()[1]}", credentials=None)
+
+
+@pytest.mark.parametrize(
+    ("address", "said"),
+    [
+        ("http://h:1", "'http://h:1' is a URL"),
+        ("tcp://10.0.0.1:7701", "is a URL"),
+        ("h:1:2", "'h:1:2' is not HOST:PORT"),
+        ("h:1:", "is not HOST:PORT"),
+        ("user@h:1", "is not HOST:PORT"),
+        ("h/path:1", "is not HOST:PORT"),
+        ("[h]:x", "is not HOST:PORT"),
+        ("[::1:1", "is not HOST:PORT"),
+        ("1:2:3:4:5:6:7:8:9:1", "is not HOST:PORT"),
+        ("h\n:1", "is not HOST:PORT"),
+        ("h\udcff:1", "is not HOST:PORT"),
+    ],
+)
+async def test_what_is_no_address_is_called_so_and_not_far_away(address: str, said: str) -> None:
+    for call in (listen, dial):
+        with pytest.raises(InputError) as refused:
+            await call(address, credentials=None)
+        assert said in str(refused.value)
+        assert "loopback" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "address", ["::1:7701", "[::1]:7701", "[fe80::1%eth0]:1", "my_stage_1:7701", "10.0.0.1:0", "h-1.lan:1"]
+)
+def test_every_spelling_of_an_address_is_taken(address: str) -> None:
+    host, port = parse_address(address)
+    assert f"{host}:{port}" == address.replace("[", "").replace("]", "")
+
+
+async def test_a_free_port_is_one_port_however_many_addresses_a_name_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two, only one could be told; a client would then miss the other, or reach it by chance."""
+    real = trio.open_tcp_listeners
+
+    async def two(port: int, *, host: str) -> list[trio.SocketListener]:
+        assert host == "localhost"
+        return [listener for each in ("127.0.0.1", "127.0.0.2") for listener in await real(port, host=each)]
+
+    monkeypatch.setattr(trio, "open_tcp_listeners", two)
+    listeners, _ = await listen("localhost:0", credentials=None)
+    (listener,) = listeners
+    host, port = listener.socket.getsockname()
+    assert host == "127.0.0.1"
+    with socket.socket() as other:
+        other.bind(("127.0.0.2", port))
+    await listener.aclose()
+    listeners, _ = await listen(f"localhost:{port}", credentials=None)
+    assert [each.socket.getsockname() for each in listeners] == [("127.0.0.1", port), ("127.0.0.2", port)]
+    for each in listeners:
+        await each.aclose()
