@@ -333,9 +333,9 @@ async def test_so_is_an_empty_one_in_a_program_but_for_a_turn_that_has_something
 @pytest.mark.parametrize(
     ("flag", "value", "said"),
     [
-        ("--temp", "-1", "temperature is -1, must be 0 (greedy) or above"),
+        ("--temp", "-1", "temperature is -1; it must be 0 or more"),
         ("--temp", "nan", "temperature"),
-        ("--top-p", "1.5", "top_p is 1.5, must be above 0 and at most 1"),
+        ("--top-p", "1.5", "top_p is 1.5; it must be above 0 and at most 1"),
         ("--top-p", "0", "top_p is 0"),
         ("--min-p", "2", "min_p is 2"),
         ("--repeat-penalty", "0", "repeat_penalty is 0"),
