@@ -23,6 +23,7 @@ from pathlib import Path
 import msgspec
 from attrs import frozen
 
+from dgr.cli.children import python_module
 from dgr.engine.base import ContextParams, Work
 from dgr.engine.llama import LlamaEngine, estimate_memory
 from dgr.engine.vocab import LlamaVocabulary
@@ -146,7 +147,7 @@ def fuzz(seed: int, n_cases: int, *, only: str | None = None, unchecked: bool = 
     findings: list[Finding] = []
     with tempfile.TemporaryDirectory(prefix="dgr-fuzz-") as folder:
         environment = os.environ | {"DGR_CACHE_DIR": str(Path(folder) / "cache")}
-        command = [sys.executable, "-m", "dgr.testing.file_fuzz", "--base", folder]
+        command = python_module("dgr.testing.file_fuzz", "--base", folder)
         command += ["--seed", str(seed), "--cases", str(n_cases), *([] if only is None else ["--only", only])]
         command += ["--unchecked"] * unchecked
         write_whole_files(Path(folder))
