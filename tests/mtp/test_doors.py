@@ -40,7 +40,7 @@ from dgr.runtime.shard import open_shard
 from dgr.testing.fake import FakeEngine
 from dgr.testing.fixture import write_fixture
 from dgr.testing.fixture_edit import edit_gguf
-from dgr.testing.mtp_golden import sample_messages
+from dgr.testing.mtp_contract.golden import sample_messages
 from dgr.wire import frames
 from dgr.wire.nurseries import open_nursery
 from dgr.wire.tcp import listen

@@ -1,6 +1,6 @@
 """Golden files of the MTP contract: every message, and whole episodes, for this and any other implementation.
 
-    python -m dgr.testing.mtp_golden tests/mtp/golden     # writes them; the same bytes every time
+    python -m dgr.testing.mtp_contract.golden tests/mtp/golden     # writes them; the same bytes every time
 
 ``tests/mtp/golden/README.md`` describes the files.
 """
@@ -15,7 +15,9 @@ from typing import Any
 import msgspec
 
 from dgr.model.mtp import CONTRACT
-from dgr.model.mtp_messages import (
+from dgr.model.outputs import write_file
+from dgr.testing.mtp_contract.episodes import EPISODES, ROUTE_ID, border_grid
+from dgr.testing.mtp_contract.messages import (
     Advanced,
     DraftInput,
     DraftOutput,
@@ -30,9 +32,7 @@ from dgr.model.mtp_messages import (
     Want,
     Work,
 )
-from dgr.model.mtp_shard import expectation
-from dgr.model.outputs import write_file
-from dgr.testing.mtp_episodes import EPISODES, ROUTE_ID, border_grid
+from dgr.testing.mtp_contract.shard import expectation
 
 __all__ = ["sample_messages", "write_golden"]
 
@@ -128,5 +128,5 @@ def _shown(value: Any) -> Any:
 
 if __name__ == "__main__":
     if len(sys.argv) != 2:
-        sys.exit("give one folder: python -m dgr.testing.mtp_golden tests/mtp/golden")
+        sys.exit("give one folder: python -m dgr.testing.mtp_contract.golden tests/mtp/golden")
     print(f"{len(write_golden(Path(sys.argv[1])))} files")

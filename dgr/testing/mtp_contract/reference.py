@@ -2,7 +2,7 @@
 
 Every value is a digest of what a model would compute it from, so a wrong plane, a stale row, a hole in the window or a
 hidden row of the wrong position shows in everything behind it, down to the tokens. The toy has four layers, CSA and HCA in
-turn; an indexer keeps the same positions as its CSA layer. :mod:`dgr.model.mtp_shard` makes stages of them.
+turn; an indexer keeps the same positions as its CSA layer. :mod:`dgr.testing.mtp_contract.shard` makes stages of them.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from collections.abc import Sequence
 import msgspec
 from attrs import define, field, frozen
 
-from dgr.model.mtp_rollback import LOST, CompressorRing, RollbackLedger, RollbackShape, mix
-from dgr.model.mtp_states import DRAFTER, DrafterEvent, DrafterState
 from dgr.model.route import LayerRange
 from dgr.model.v4 import CSA_RATIO, HCA_RATIO
+from dgr.testing.mtp_contract.rollback import LOST, CompressorRing, RollbackLedger, RollbackShape, mix
+from dgr.testing.mtp_contract.states import DRAFTER, DrafterEvent, DrafterState
 
 __all__ = [
     "N_LAYERS",
@@ -182,7 +182,7 @@ class ReferenceTrunk:
         return out
 
     def roll_back(self, k: int) -> None:
-        """Take back ``k`` tokens; the ledger's :meth:`~dgr.model.mtp_rollback.RollbackLedger.refusal` was asked before."""
+        """Take back ``k`` tokens; the ledger's :meth:`~.rollback.RollbackLedger.refusal` was asked before."""
         self.ledger.roll_back(k)
         for layer in self.layers:
             layer.truncate(self.ledger.position)

@@ -1,6 +1,6 @@
 """Episodes of the MTP contract: played on the reference interpreter, and recorded step by step.
 
-A record says what was sent, from whom to whom, and where every stage stands afterwards. :mod:`dgr.testing.mtp_golden` writes
+A record says what was sent, from whom to whom, and where every stage stands afterwards. :mod:`.golden` writes
 the records to files.
 """
 
@@ -13,11 +13,11 @@ import msgspec
 from attrs import define, evolve, field
 
 from dgr.model.mtp import CONTRACT
-from dgr.model.mtp_messages import Expectation, Key, Rollback, Want, Work, encode_message
-from dgr.model.mtp_reference import Language
-from dgr.model.mtp_rollback import RollbackShape
-from dgr.model.mtp_route import ReferenceRoute
-from dgr.model.mtp_shard import expectation
+from dgr.testing.mtp_contract.messages import Expectation, Key, Rollback, Want, Work, encode_message
+from dgr.testing.mtp_contract.reference import Language
+from dgr.testing.mtp_contract.rollback import RollbackShape
+from dgr.testing.mtp_contract.route import ReferenceRoute
+from dgr.testing.mtp_contract.shard import expectation
 
 __all__ = ["BORDERS", "EPISODES", "ROUTE_ID", "Episode", "border_grid", "text_of"]
 

@@ -18,11 +18,11 @@ import msgspec
 from attrs import define, field, frozen
 
 from dgr.errors import InputError, SessionLost
-from dgr.model.mtp_messages import Key, Message, Proposal, Reason, Refused, Rollback, RolledBack, Want, Work
-from dgr.model.mtp_reference import Language, StageView
-from dgr.model.mtp_rollback import RollbackShape
-from dgr.model.mtp_shard import Answer, ReferenceShard, expectation
-from dgr.model.mtp_states import ROUND, RoundEvent, RoundState
+from dgr.testing.mtp_contract.messages import Key, Message, Proposal, Reason, Refused, Rollback, RolledBack, Want, Work
+from dgr.testing.mtp_contract.reference import Language, StageView
+from dgr.testing.mtp_contract.rollback import RollbackShape
+from dgr.testing.mtp_contract.shard import Answer, ReferenceShard, expectation
+from dgr.testing.mtp_contract.states import ROUND, RoundEvent, RoundState
 
 __all__ = ["ClientState", "ReferenceRoute", "Round", "Sent"]
 

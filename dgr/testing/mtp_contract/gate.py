@@ -20,11 +20,11 @@ from typing import Any, NoReturn, Protocol
 from dgr.engine.llama import LlamaEngine
 from dgr.errors import InputError
 from dgr.model.mtp import CONTRACT
-from dgr.model.mtp_messages import Reason, Want
-from dgr.model.mtp_reference import Language
-from dgr.model.mtp_rollback import RollbackShape
-from dgr.model.mtp_route import ReferenceRoute, Round
-from dgr.model.mtp_shard import ReferenceShard
+from dgr.testing.mtp_contract.messages import Reason, Want
+from dgr.testing.mtp_contract.reference import Language
+from dgr.testing.mtp_contract.rollback import RollbackShape
+from dgr.testing.mtp_contract.route import ReferenceRoute, Round
+from dgr.testing.mtp_contract.shard import ReferenceShard
 
 __all__ = [
     "CHECKS",

@@ -8,7 +8,9 @@ from typing import TypeAlias
 import msgspec
 from attrs import define, field
 
-from dgr.model.mtp_messages import (
+from dgr.model.prefix import PrefixDigest
+from dgr.model.route import LayerRange
+from dgr.testing.mtp_contract.messages import (
     Advanced,
     Expectation,
     Proposal,
@@ -19,10 +21,8 @@ from dgr.model.mtp_messages import (
     Want,
     Work,
 )
-from dgr.model.mtp_reference import N_LAYERS, Language, ReferenceDrafter, ReferenceTrunk
-from dgr.model.mtp_rollback import RollbackShape
-from dgr.model.prefix import PrefixDigest
-from dgr.model.route import LayerRange
+from dgr.testing.mtp_contract.reference import N_LAYERS, Language, ReferenceDrafter, ReferenceTrunk
+from dgr.testing.mtp_contract.rollback import RollbackShape
 
 __all__ = ["Answer", "ReferenceShard", "Taken", "expectation"]
 
@@ -104,7 +104,7 @@ class ReferenceShard:
         return self._run(held, message, rows)
 
     def _refusal(self, message: Work | Rollback) -> Reason | None:
-        """Looked at in the order of :class:`~dgr.model.mtp_messages.Reason`; nothing is changed."""
+        """Looked at in the order of :class:`~dgr.testing.mtp_contract.messages.Reason`; nothing is changed."""
         if message.key.epoch != self.epoch:
             return Reason.STALE_EPOCH
         held = self.held.get(message.key.session)
