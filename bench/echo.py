@@ -21,7 +21,7 @@ from attrs import frozen
 from dgr.cli.keys import make_keys
 from dgr.errors import DgrError, LinkBroken
 from dgr.model.v4 import V4_FLASH
-from dgr.testing.relay import Relay, open_relay
+from dgr.testing.network.relay import Relay, open_relay
 from dgr.wire import Limits, Link, frames, memory_transports, open_link
 from dgr.wire.tcp import Credentials, accept_tls, dial, listen
 

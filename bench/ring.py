@@ -15,7 +15,7 @@ from bench.disturbances import Remains, Setting, open_stand
 from bench.results import median
 from dgr import Generation
 from dgr.errors import DeadlineExceeded, DgrError
-from dgr.testing.cables import Cable
+from dgr.testing.network.proxy import Cable
 
 __all__ = ["Delays", "Point", "Round", "Times", "points_of", "run_round"]
 

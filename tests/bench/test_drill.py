@@ -20,7 +20,7 @@ from bench.disturbances import MOMENTS, Case, Outcome, Remains, Setting, Strike,
 from bench.ring import Delays, Round, Times, points_of
 from dgr.errors import LinkBroken
 from dgr.model.route import LayerRange, Route, StageRef
-from dgr.testing.cables import open_cables
+from dgr.testing.network.proxy import open_cables
 from dgr.testing.processes import ProgramEnded, is_gone, open_program
 
 SETTING = Setting(split=("0:2", "2:5", "5:7"), n_vocab=512)

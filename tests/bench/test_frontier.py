@@ -24,7 +24,7 @@ from bench.results import Journal, median
 from bench.upstream import LlamaBench
 from dgr import Artifact, ContextParams, Numerics, SamplingParams, ShardEngine
 from dgr.errors import EngineError, InputError, LinkBroken
-from dgr.testing.mutants import Mutant
+from dgr.testing.engines.mutants import Mutant
 
 PLAN = Plan(name="test", lengths=(512, 1024, 2048, 4096), decode=32, chunk=512, split="0:2,2:5,5:7")
 SLOPE = "decode through one stage grows as in the whole model, ± 3%"

@@ -37,7 +37,7 @@ from dgr.runtime.identity import check_alike, check_wants, identity_of
 from dgr.runtime.local import open_cluster
 from dgr.runtime.remote import LinkPolicy, RemoteConnector, StageServer
 from dgr.runtime.shard import open_shard
-from dgr.testing.fake import FakeEngine
+from dgr.testing.engines.fake import FakeEngine
 from dgr.testing.fixture import write_fixture
 from dgr.testing.fixture_edit import edit_gguf
 from dgr.testing.mtp_contract.golden import sample_messages

@@ -40,7 +40,7 @@ from dgr.model.prefix import PrefixDigest
 from dgr.model.route import LayerRange, Route, StageRef
 from dgr.runtime.pipeline import open_pipeline_on
 from dgr.runtime.remote import LinkPolicy, RemoteConnector
-from dgr.testing.fake import FakeEngine, FakeModel
+from dgr.testing.engines.fake import FakeEngine, FakeModel
 from dgr.testing.waits import until
 from dgr.wire import frames
 from dgr.wire.frames import Boundary, Denied, Fence, Hello, Key, Refusal, Refused, Role, Welcome

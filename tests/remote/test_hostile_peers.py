@@ -39,7 +39,7 @@ from dgr.errors import DgrError, FrameError, LinkBroken
 from dgr.model.route import Route, StageRef
 from dgr.runtime.pipeline import open_pipeline_on
 from dgr.runtime.remote import LinkPolicy
-from dgr.testing.cables import open_cable
+from dgr.testing.network.proxy import open_cable
 from dgr.testing.waits import until
 from dgr.wire import frames
 from dgr.wire.frames import Key, Ping, Welcome

@@ -36,8 +36,8 @@ from dgr.runtime.events import RePrefilled, RouteChanged, RouteDown
 from dgr.runtime.pipeline import Timeouts, open_pipeline_on
 from dgr.runtime.remote import LinkPolicy
 from dgr.runtime.states import EpochState
-from dgr.testing.cables import open_cable
-from dgr.testing.fake import FakeEngine
+from dgr.testing.engines.fake import FakeEngine
+from dgr.testing.network.proxy import open_cable
 from dgr.testing.waits import until
 from dgr.wire import frames
 from dgr.wire.frames import Fence, Ping, Welcome

@@ -25,7 +25,7 @@ from dgr.runtime.doctor import examine
 from dgr.runtime.events import RePrefilled, RouteDown
 from dgr.runtime.pipeline import Pipeline, Timeouts, open_pipeline_on
 from dgr.runtime.remote import LinkPolicy, RemoteConnector
-from dgr.testing.cables import open_cables
+from dgr.testing.network.proxy import open_cables
 from dgr.testing.processes import START, Program, free_ports, is_gone, open_program, open_up, write_route
 from dgr.testing.waits import until
 from dgr.wire.tcp import Credentials

@@ -17,7 +17,7 @@ from dgr.errors import InputError
 from dgr.model.prefix import PrefixDigest
 from dgr.runtime.local import ShardPolicy
 from dgr.runtime.shard import limits_of
-from dgr.testing.fake import FakeEngine, Fault, FaultKind
+from dgr.testing.engines.fake import FakeEngine, Fault, FaultKind
 from dgr.wire import frames, memory_transports
 from dgr.wire.frames import Expectation, Key, Miss, Refusal
 from dgr.wire.links import Link, open_link

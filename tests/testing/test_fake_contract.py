@@ -23,8 +23,8 @@ from dgr.engine.base import (
 )
 from dgr.errors import DgrError, EngineError, InputError, InvalidLayerRange
 from dgr.model.route import LayerRange
-from dgr.testing.contract import EngineContract
-from dgr.testing.fake import FakeEngine, FakeModel, FakeVocabulary, Fault, FaultKind, _Slot
+from dgr.testing.engines.contract import EngineContract
+from dgr.testing.engines.fake import FakeEngine, FakeModel, FakeVocabulary, Fault, FaultKind, _Slot
 
 CONTEXT = ContextParams(n_ctx=64, n_batch=16, n_ubatch=16, n_seq_max=2)
 

@@ -36,7 +36,7 @@ from dgr.engine.base import (
 )
 from dgr.errors import ContextLimitExceeded, EngineError, InputError, InvalidLayerRange, NonFinite
 from dgr.model.route import LayerRange
-from dgr.testing.fake_sampling import check_sampling, draw, top_logprobs
+from dgr.testing.engines.sampling import check_sampling, draw, top_logprobs
 
 __all__ = ["FakeEngine", "FakeModel", "FakeVocabulary", "Fault", "FaultKind"]
 

@@ -18,8 +18,8 @@ from dgr.engine.base import Frontier, LogitsWanted, SamplingParams, ShardEngine,
 from dgr.errors import EngineError
 from dgr.model.route import LayerRange
 from dgr.testing.chain import Chain
-from dgr.testing.contract_case import as_bytes, check, check_equal, refused
-from dgr.testing.contract_refusals import RefusalChecks
+from dgr.testing.engines.case import as_bytes, check, check_equal, refused
+from dgr.testing.engines.refusals import RefusalChecks
 
 __all__ = ["EngineContract"]
 

@@ -1,4 +1,4 @@
-"""A bad cable before a stage: an address of its own, behind which every connection passes a :class:`~dgr.testing.relay.Relay`.
+"""A bad cable before a stage: an address of its own, behind which every connection passes a :class:`~.relay.Relay`.
 
 A route along cables (:func:`open_cables`) sends everything that goes to a stage through that stage's cable: what the
 client says to it and hears from it, and what the stage before it pushes::
@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager
 import trio
 
 from dgr.model.route import Route, StageRef
-from dgr.testing.relay import Relay, open_relay
+from dgr.testing.network.relay import Relay, open_relay
 from dgr.wire.tcp import parse_address
 
 __all__ = ["Cable", "open_cable", "open_cables"]

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dgr.engine.base import LogitsWanted, SamplingParams, ShardEngine, Work
 from dgr.errors import ContextLimitExceeded, InputError, NonFinite
 from dgr.model.route import LayerRange
-from dgr.testing.contract_case import ContractCase, as_bytes, check_equal, refused
+from dgr.testing.engines.case import ContractCase, as_bytes, check_equal, refused
 
 __all__ = ["RefusalChecks"]
 
@@ -18,7 +18,7 @@ _FLOAT = 4
 
 
 class RefusalChecks(ContractCase):
-    """Part of :class:`~dgr.testing.contract.EngineContract`."""
+    """Part of :class:`~dgr.testing.engines.contract.EngineContract`."""
 
     def test_refuses_ranges_that_are_not_there(self) -> None:
         with self.engine() as engine:
