@@ -21,7 +21,7 @@ from dgr.errors import DeadlineExceeded, DgrError
 from dgr.model.route_file import RouteFile
 from dgr.runtime.events import RePrefilled, RouteChanged, RouteDown, StateLost, so_far
 from dgr.runtime.remote import RemoteConnector
-from dgr.testing.chain import some_tokens
+from dgr.selftest.chain import some_tokens
 from dgr.testing.network.proxy import Cable, open_cables
 from dgr.testing.processes import Program, is_gone, open_up, write_route
 from dgr.testing.waits import until

@@ -36,8 +36,8 @@ from bench.ring import Delays, Point, Round, points_of, run_round
 from dgr import Artifact
 from dgr.errors import InputError
 from dgr.model.route import parse_split
-from dgr.testing.chain import cut_at
-from dgr.testing.models import cached_fixture
+from dgr.selftest.chain import cut_at
+from dgr.selftest.fixture.cached import cached_fixture
 
 __all__ = ["Plan", "checks", "figures", "plan", "register", "run"]
 

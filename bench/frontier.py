@@ -47,9 +47,9 @@ from dgr.errors import EngineError, InputError
 from dgr.model.route import LayerRange, parse_split
 from dgr.model.units import human_bytes
 from dgr.runtime.events import StateLost, so_far
-from dgr.testing.chain import cut_at, some_tokens
+from dgr.selftest.chain import cut_at, some_tokens
+from dgr.selftest.fixture.cached import cached_fixture
 from dgr.testing.engines.mutants import Mutant
-from dgr.testing.models import cached_fixture
 
 __all__ = ["Job", "frontier", "measure", "register", "run"]
 

@@ -18,7 +18,7 @@ from dgr import Artifact, ContextParams, LayerRange, Pipeline, ShardEngine
 from dgr.model.prefix import PrefixDigest
 from dgr.runtime.events import Event, RePrefilled, StateLost, so_far
 from dgr.runtime.local import load_engines
-from dgr.testing.chain import some_tokens
+from dgr.selftest.chain import some_tokens
 
 __all__ = [
     "Cancellation",

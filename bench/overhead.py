@@ -40,8 +40,8 @@ from dgr import Artifact, ContextParams, Numerics, Pipeline, open_pipeline, open
 from dgr.engine.budget import available_cpus
 from dgr.engine.native import build_info
 from dgr.errors import InputError
-from dgr.testing.chain import cut_at, some_tokens
-from dgr.testing.models import cached_fixture
+from dgr.selftest.chain import cut_at, some_tokens
+from dgr.selftest.fixture.cached import cached_fixture
 from dgr.testing.processes import open_up, write_route
 
 if TYPE_CHECKING:

@@ -47,7 +47,7 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     type_k: str = "f16"
     flash_attn: bool = True
     numerics: Numerics = Numerics.EXACT
-    #: Seed of the prompt's token ids (:func:`dgr.testing.chain.some_tokens`).
+    #: Seed of the prompt's token ids (:func:`dgr.selftest.chain.some_tokens`).
     seed: _Count = 0
     #: Cancellations at random moments of prefill, and as many of decode.
     cancels: _Count

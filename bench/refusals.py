@@ -21,7 +21,7 @@ from dgr import DgrError, Route, StageRef
 from dgr.errors import SessionLost
 from dgr.model.prefix import PrefixDigest
 from dgr.runtime.shard import Shard, limits_of
-from dgr.testing.chain import pieces, some_tokens
+from dgr.selftest.chain import pieces, some_tokens
 from dgr.wire import Limits, Link, frames, memory_transports, open_link
 from dgr.wire.frames import Expectation, Key
 

@@ -34,7 +34,7 @@ from dgr.errors import NonFinite
 from dgr.model.prefix import PrefixDigest
 from dgr.runtime.local import load_engines
 from dgr.runtime.shard import Shard
-from dgr.testing.chain import pieces
+from dgr.selftest.chain import pieces
 from dgr.wire.frames import ComponentState
 from dgr.wire.nurseries import open_nursery
 

@@ -9,7 +9,7 @@ from typing import Any
 import attrs
 
 from dgr.model.targets import find_target, not_writable
-from dgr.testing.fixture import add_arguments, write_from_arguments
+from dgr.selftest.fixture.writer import add_arguments, write_from_arguments
 
 __all__ = ["register", "run"]
 

@@ -28,10 +28,10 @@ from dgr.engine.numerics import Certificate
 from dgr.errors import DgrError, InputError, NonFinite
 from dgr.model.artifact import Artifact
 from dgr.model.ggml import GgmlType, parse_type
-from dgr.testing.chain import Chain, cut_at, some_tokens
-from dgr.testing.fixture_blocks import BLOCK_TYPES
-from dgr.testing.llama_chain import open_chain
-from dgr.testing.models import cached_fixture
+from dgr.selftest.chain import Chain, cut_at, some_tokens
+from dgr.selftest.fixture.blocks import BLOCK_TYPES
+from dgr.selftest.fixture.cached import cached_fixture
+from dgr.selftest.llama_chain import open_chain
 
 __all__ = [
     "ESSENTIAL",
@@ -214,7 +214,7 @@ class _Chains:
 
     @contextmanager
     def open(self, *arguments: Any, **options: Any) -> Iterator[Chain]:
-        """As :func:`~dgr.testing.llama_chain.open_chain`, whatever the record says."""
+        """As :func:`~dgr.selftest.llama_chain.open_chain`, whatever the record says."""
         with open_chain(*arguments, certified_only=False, **options) as chain:
             with self._lock:
                 self._open.append(chain)

@@ -25,8 +25,8 @@ from dgr.model.gguf_write import TensorForm, u32
 from dgr.model.manifest import Manifest, decode_manifest, encode_manifest, make_manifest, metadata_digest
 from dgr.model.route import LayerRange
 from dgr.model.shares import manifest_path
-from dgr.testing.fixture import write_fixture
-from dgr.testing.fixture_edit import edit_gguf
+from dgr.selftest.fixture.edit import edit_gguf
+from dgr.selftest.fixture.writer import write_fixture
 
 
 @pytest.fixture

@@ -37,9 +37,9 @@ from dgr.runtime.identity import check_alike, check_wants, identity_of
 from dgr.runtime.local import open_cluster
 from dgr.runtime.remote import LinkPolicy, RemoteConnector, StageServer
 from dgr.runtime.shard import open_shard
+from dgr.selftest.fixture.edit import edit_gguf
+from dgr.selftest.fixture.writer import write_fixture
 from dgr.testing.engines.fake import FakeEngine
-from dgr.testing.fixture import write_fixture
-from dgr.testing.fixture_edit import edit_gguf
 from dgr.testing.mtp_contract.golden import sample_messages
 from dgr.wire import frames
 from dgr.wire.nurseries import open_nursery

@@ -9,7 +9,7 @@ from itertools import pairwise
 from dgr.engine.base import ContextParams, Numerics, ShardEngine
 from dgr.errors import DgrError
 from dgr.model.route import LayerRange
-from dgr.testing.chain import Chain
+from dgr.selftest.chain import Chain
 
 __all__ = ["ContractCase", "as_bytes", "check", "check_equal", "refused"]
 

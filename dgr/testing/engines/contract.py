@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dgr.engine.base import Frontier, LogitsWanted, SamplingParams, ShardEngine, Work
 from dgr.errors import EngineError
 from dgr.model.route import LayerRange
-from dgr.testing.chain import Chain
+from dgr.selftest.chain import Chain
 from dgr.testing.engines.case import as_bytes, check, check_equal, refused
 from dgr.testing.engines.refusals import RefusalChecks
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dgr.errors import InputError
-from dgr.testing.fixture_vocab import (
+from dgr.selftest.fixture.vocabulary import (
     MIN_VOCAB,
     SPECIALS,
     TokenType,

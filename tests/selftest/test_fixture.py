@@ -18,10 +18,10 @@ from dgr.errors import InputError
 from dgr.model.artifact import Artifact
 from dgr.model.ggml import GgmlType
 from dgr.model.tensors import TensorKind, block_tensors, head_tensors, tail_tensors
-from dgr.testing import fixture
-from dgr.testing.fixture import write_fixture
-from dgr.testing.fixture_presets import PRESETS, WEIGHTS
-from dgr.testing.fixture_stream import Stream, bfloat16
+from dgr.selftest.fixture import writer as fixture
+from dgr.selftest.fixture.presets import PRESETS, WEIGHTS
+from dgr.selftest.fixture.stream import Stream, bfloat16
+from dgr.selftest.fixture.writer import write_fixture
 
 # Digests of the tensor data and of the whole file: the data depends on this repository alone.
 PINNED = {

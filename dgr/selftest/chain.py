@@ -1,7 +1,7 @@
 """Stages run by hand: a chain of engines in which the residual of each is the input of the next, without any runtime.
 
 What a chain gives is what a pipeline over the same engines must give. An engine may be wrapped, to do wrong on purpose.
-:func:`dgr.testing.llama_chain.open_chain` loads native ones.
+:func:`dgr.selftest.llama_chain.open_chain` loads native ones.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A model as a :class:`~dgr.testing.chain.Chain` of native engines."""
+"""A model as a :class:`~dgr.selftest.chain.Chain` of native engines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dgr.engine.base import ContextParams
 from dgr.engine.llama import LlamaEngine
 from dgr.model.artifact import Artifact
 from dgr.model.route import LayerRange, parse_split
-from dgr.testing.chain import Chain
+from dgr.selftest.chain import Chain
 
 __all__ = ["open_chain"]
 
