@@ -55,7 +55,7 @@ from dgr.errors import InputError
 from dgr.model.route import parse_split
 from dgr.model.route_file import RouteFile, read_route_file
 from dgr.model.state_map import ContextShape
-from dgr.selftest.fixture.cached import cached_fixture
+from dgr.selftest.fixture import cached_fixture
 
 __all__ = ["Job", "asked_profile", "certify", "measure", "open_job", "register"]
 

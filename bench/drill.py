@@ -37,7 +37,7 @@ from dgr import Artifact
 from dgr.errors import InputError
 from dgr.model.route import parse_split
 from dgr.selftest.chain import cut_at
-from dgr.selftest.fixture.cached import cached_fixture
+from dgr.selftest.fixture import cached_fixture
 
 __all__ = ["Plan", "checks", "figures", "plan", "register", "run"]
 

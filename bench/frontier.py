@@ -48,7 +48,7 @@ from dgr.model.route import LayerRange, parse_split
 from dgr.model.units import human_bytes
 from dgr.runtime.events import StateLost, so_far
 from dgr.selftest.chain import cut_at, some_tokens
-from dgr.selftest.fixture.cached import cached_fixture
+from dgr.selftest.fixture import cached_fixture
 from dgr.testing.engines.mutants import Mutant
 
 __all__ = ["Job", "frontier", "measure", "register", "run"]

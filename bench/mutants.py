@@ -30,7 +30,7 @@ from bench.subjects import Wrap
 from dgr import Artifact, SamplingParams, ShardEngine
 from dgr.engine.base import Frontier, LogitsWanted, MemoryReport, Output, TopLogprob, Work
 from dgr.model.route import parse_split
-from dgr.selftest.fixture.cached import cached_fixture
+from dgr.selftest.fixture import cached_fixture
 from dgr.testing.engines.mutants import Mutant, OffByOne, StaleChunk, StaleRow, SwappedSideband
 
 __all__ = ["MUTANTS", "PROFILE", "MutantCase", "run"]

@@ -41,7 +41,7 @@ from dgr.engine.budget import available_cpus
 from dgr.engine.native import build_info
 from dgr.errors import InputError
 from dgr.selftest.chain import cut_at, some_tokens
-from dgr.selftest.fixture.cached import cached_fixture
+from dgr.selftest.fixture import cached_fixture
 from dgr.testing.processes import open_up, write_route
 
 if TYPE_CHECKING:

@@ -29,8 +29,8 @@ from dgr.errors import DgrError, InputError, NonFinite
 from dgr.model.artifact import Artifact
 from dgr.model.ggml import GgmlType, parse_type
 from dgr.selftest.chain import Chain, cut_at, some_tokens
-from dgr.selftest.fixture.blocks import BLOCK_TYPES
-from dgr.selftest.fixture.cached import cached_fixture
+from dgr.selftest.fixture import cached_fixture
+from dgr.selftest.fixture.presets import BLOCK_TYPES
 from dgr.selftest.llama_chain import open_chain
 
 __all__ = [

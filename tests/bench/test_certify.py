@@ -23,7 +23,7 @@ from bench.results import Result, read_result, write_result
 from dgr import Artifact, Numerics
 from dgr.errors import InputError
 from dgr.model.route import parse_split
-from dgr.selftest.fixture.cached import cached_fixture
+from dgr.selftest.fixture import cached_fixture
 
 LAYERS, SPLIT = 7, "0:2,2:5,5:7"
 #: Without several threads: they need cores of their own.

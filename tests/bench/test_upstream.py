@@ -14,7 +14,7 @@ from bench.upstream import LlamaBench, find_llama_bench, parse_samples
 from dgr import ContextParams
 from dgr.engine.native import build_info
 from dgr.errors import EngineError, InputError
-from dgr.selftest.fixture.cached import cached_fixture
+from dgr.selftest.fixture import cached_fixture
 
 #: What a real one printed, on a fixture model.
 RECORDED = Path(__file__).with_name("llama_bench.json").read_bytes()

@@ -10,7 +10,7 @@ import pytest
 from dgr.engine.base import ContextParams, LogitsWanted, SamplingParams, Work
 from dgr.engine.llama import LlamaEngine
 from dgr.selftest.chain import some_tokens
-from dgr.selftest.fixture.cached import cached_fixture
+from dgr.selftest.fixture import cached_fixture
 
 
 class Watched(Sequence[int]):

@@ -15,7 +15,7 @@ from dgr.model.route import LayerRange
 from dgr.model.state_map import Component, ContextShape, state_map
 from dgr.model.v4 import V4_FLASH
 from dgr.selftest.chain import cut_at
-from dgr.selftest.fixture.writer import write_fixture
+from dgr.selftest.fixture import write_fixture
 
 CONTEXTS = (
     ContextParams(n_ctx=256),

@@ -19,7 +19,7 @@ from dgr.engine.native import kernel_fingerprint
 from dgr.engine.numerics import Certificate, load_certificate, record_certificate
 from dgr.errors import InputError, NonFinite
 from dgr.selftest.chain import Chain
-from dgr.selftest.fixture.cached import cached_fixture
+from dgr.selftest.fixture import cached_fixture
 from dgr.testing import invariance
 from dgr.testing.invariance import Case, Report, Verdict, certificate, run_suite, select
 from dgr.testing.limits import limited_files

@@ -18,7 +18,7 @@ from dgr.model.gguf import MetaArray, MetaValue, ValueType, read_gguf
 from dgr.model.gguf_write import TensorForm, u32
 from dgr.model.route import LayerRange
 from dgr.selftest.chain import cut_at
-from dgr.selftest.fixture.edit import edit_gguf
+from dgr.selftest.fixture import edit_gguf
 from dgr.selftest.llama_chain import open_chain
 
 CONTEXT = ContextParams(n_ctx=512)

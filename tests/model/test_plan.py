@@ -13,7 +13,7 @@ from dgr.model.plan import Costs, Plan, check_fits, costs_of, propose, refine
 from dgr.model.route import LayerRange, check_cover
 from dgr.model.state_map import ContextShape, state_map
 from dgr.selftest.chain import cut_at
-from dgr.selftest.fixture.writer import write_fixture
+from dgr.selftest.fixture import write_fixture
 
 GIB = 1 << 30
 

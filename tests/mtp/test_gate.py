@@ -10,7 +10,7 @@ import pytest
 from dgr.errors import InputError, MtpNotExecutable
 from dgr.model.machines import InvalidTransition
 from dgr.model.mtp import CONTRACT
-from dgr.selftest.fixture.writer import write_fixture
+from dgr.selftest.fixture import write_fixture
 from dgr.testing.mtp_contract.gate import CHECKS, ExamFailed, LlamaExecutor, ReferenceExecutor
 from dgr.testing.mtp_contract.messages import Proposal, Reason, Rollback, RolledBack, Work
 from dgr.testing.mtp_contract.reference import ReferenceDrafter, ReferenceLayer

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import builtins
+import errno
 import hashlib
 import json
 import math
@@ -17,11 +17,11 @@ from dgr.cli import fixture as fixture_command
 from dgr.errors import InputError
 from dgr.model.artifact import Artifact
 from dgr.model.ggml import GgmlType
-from dgr.model.tensors import TensorKind, block_tensors, head_tensors, tail_tensors
-from dgr.selftest.fixture import writer as fixture
+from dgr.model.tensors import TensorKind, TensorSpec, block_tensors, head_tensors, tail_tensors
+from dgr.selftest.fixture import write_fixture
 from dgr.selftest.fixture.presets import PRESETS, WEIGHTS
 from dgr.selftest.fixture.stream import Stream, bfloat16
-from dgr.selftest.fixture.writer import write_fixture
+from dgr.selftest.fixture.values import Values
 
 # Digests of the tensor data and of the whole file: the data depends on this repository alone.
 PINNED = {
@@ -203,17 +203,25 @@ def test_an_unwritable_place_is_named(tmp_path: Path) -> None:
         write_fixture(tmp_path / "absent" / "x.gguf", layers=1, preset="min")
 
 
-def test_the_missing_extra_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real_import = builtins.__import__
+def test_a_model_that_cannot_be_written_leaves_the_one_that_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, manifest = tmp_path / "m.gguf", tmp_path / "m.manifest.json"
+    write_fixture(path, layers=1, preset="min")
+    manifest.write_text("its manifest", encoding="utf-8")
+    before = path.read_bytes()
 
-    def no_gguf(name: str, *args: Any, **kwargs: Any) -> Any:
-        if name == "gguf":
-            raise ImportError("No module named 'gguf'", name="gguf")
-        return real_import(name, *args, **kwargs)
+    def full(_self: Values, _spec: TensorSpec, _kind: GgmlType) -> tuple[memoryview]:
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(builtins, "__import__", no_gguf)
-    with pytest.raises(InputError, match=r"'gguf'; install it with: pip install 'dgr\[fixture\]'"):
-        write_fixture(tmp_path / "x.gguf")
+    with monkeypatch.context() as patch:
+        patch.setattr(Values, "bytes_of", full)
+        with pytest.raises(InputError, match=r"m.gguf cannot be written: No space left on device"):
+            write_fixture(path, layers=1, preset="min", seed=1)
+    assert path.read_bytes() == before
+    assert {entry.name for entry in tmp_path.iterdir()} == {path.name, manifest.name}
+    write_fixture(path, layers=1, preset="min", seed=1)
+    assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
 
 
 def test_prefixes_share_their_layers(tmp_path: Path) -> None:
@@ -271,11 +279,3 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     args = parser.parse_args(["fixture", str(out), "--layers", "1", "--preset", "min"])
     assert args.run(args) == 0
     assert "preset min, weights f32, seed 0, 1 layers" in capsys.readouterr().out
-
-
-def test_module_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert fixture._main([str(tmp_path / "m.gguf"), "--layers", "1", "--preset", "min"]) == 0
-    assert "30 tensors" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        fixture._main([str(tmp_path / "m.gguf"), "--layers", "99"])
-    assert "99 layers asked for" in capsys.readouterr().err
