@@ -22,7 +22,7 @@ from dgr.model.route_file import RouteFile
 from dgr.runtime.events import RePrefilled, RouteChanged, RouteDown, StateLost, so_far
 from dgr.runtime.remote import RemoteConnector
 from dgr.selftest.chain import some_tokens
-from dgr.testing.network.proxy import Cable, open_cables
+from dgr.testing.network.proxy import FaultyProxy, open_proxies
 from dgr.testing.processes import Program, is_gone, open_up, write_route
 from dgr.testing.waits import until
 from dgr.wire.nurseries import open_nursery
@@ -167,7 +167,7 @@ class Stand:
 
     file: RouteFile
     up: Program
-    cables: list[Cable]
+    cables: list[FaultyProxy]
     pipeline: Pipeline
 
 
@@ -186,7 +186,7 @@ async def open_stand(model: Path, setting: Setting, remains: Remains) -> AsyncIt
         )
         async with open_up(file, "--sessions", "1", "--heartbeat", beat) as up:
             async with (
-                open_cables(file.route) as (route, cables),
+                open_proxies(file.route) as (route, cables),
                 open_pipeline_on(
                     RemoteConnector(LinkPolicy(heartbeat=setting.heartbeat)),
                     route,

@@ -15,7 +15,7 @@ from bench.disturbances import Remains, Setting, open_stand
 from bench.results import median
 from dgr import Generation
 from dgr.errors import DeadlineExceeded, DgrError
-from dgr.testing.network.proxy import Cable
+from dgr.testing.network.proxy import FaultyProxy
 
 __all__ = ["Delays", "Point", "Round", "Times", "points_of", "run_round"]
 
@@ -113,7 +113,7 @@ async def run_round(model: Path, setting: Setting, delays: Delays, number: int) 
     return found
 
 
-def _delay(cables: list[Cable], seconds: float) -> None:
+def _delay(cables: list[FaultyProxy], seconds: float) -> None:
     for cable in cables:
         cable.delay = seconds
 

@@ -20,7 +20,7 @@ from bench.disturbances import MOMENTS, Case, Outcome, Remains, Setting, Strike,
 from bench.ring import Delays, Round, Times, points_of
 from dgr.errors import LinkBroken
 from dgr.model.route import LayerRange, Route, StageRef
-from dgr.testing.network.proxy import open_cables
+from dgr.testing.network.proxy import open_proxies
 from dgr.testing.processes import ProgramEnded, is_gone, open_program
 
 SETTING = Setting(split=("0:2", "2:5", "5:7"), n_vocab=512)
@@ -369,7 +369,7 @@ async def test_a_cable_delays_connections_to_come() -> None:
     async with trio.open_nursery() as nursery:
         listeners = await nursery.start(trio.serve_tcp, echo, 0)
         address = f"127.0.0.1:{listeners[0].socket.getsockname()[1]}"
-        async with open_cables(Route((StageRef(address, LayerRange(0, 7)),))) as (route, (cable,)):
+        async with open_proxies(Route((StageRef(address, LayerRange(0, 7)),))) as (route, (cable,)):
             cable.delay = 0.010
             assert route.stages[0].address == cable.address != address
             stream = await trio.open_tcp_stream("127.0.0.1", int(cable.address.split(":")[1]))

@@ -1,4 +1,4 @@
-"""Stages behind real sockets in this process, a bad cable before one of them, and peers that do not mean well.
+"""Stages behind real sockets in this process, a faulty proxy before one of them, and peers that do not mean well.
 
 What a test waits for is an event or a condition; the deadlines here are guards against hanging, never the measure.
 """

@@ -1,11 +1,11 @@
-"""A bad cable before a stage: an address of its own, behind which every connection passes a :class:`~.relay.Relay`.
+"""A faulty proxy before a stage: an address of its own, behind which every connection passes a :class:`~.relay.Relay`.
 
-A route along cables (:func:`open_cables`) sends everything that goes to a stage through that stage's cable: what the
+A route along proxies (:func:`open_proxies`) sends everything that goes to a stage through that stage's proxy: what the
 client says to it and hears from it, and what the stage before it pushes::
 
-    async with open_up(file) as up, open_cables(file.route) as (route, cables):
+    async with open_up(file) as up, open_proxies(file.route) as (route, proxies):
         async with open_pipeline_on(RemoteConnector(LinkPolicy()), route) as pipeline:
-            await cables[1].cut()
+            await proxies[1].cut()
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from dgr.model.route import Route, StageRef
 from dgr.testing.network.relay import Relay, open_relay
 from dgr.wire.tcp import parse_address
 
-__all__ = ["Cable", "open_cable", "open_cables"]
+__all__ = ["FaultyProxy", "open_proxies", "open_proxy"]
 
 
-class Cable:
-    """An address before a stage's own: everything that is dialled there passes a relay. Made by :func:`open_cable`."""
+class FaultyProxy:
+    """An address before a stage's own: everything that is dialled there passes a relay. Made by :func:`open_proxy`."""
 
     def __init__(self, target: str, address: str) -> None:
         #: Where to dial, HOST:PORT.
@@ -73,20 +73,20 @@ class Cable:
 
 
 @asynccontextmanager
-async def open_cable(target: str) -> AsyncIterator[Cable]:
-    """A cable on loopback to the address ``target``, for the length of the block."""
+async def open_proxy(target: str) -> AsyncIterator[FaultyProxy]:
+    """A proxy on loopback to the address ``target``, for the length of the block."""
     (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
-    cable = Cable(target, f"127.0.0.1:{listener.socket.getsockname()[1]}")
+    proxy = FaultyProxy(target, f"127.0.0.1:{listener.socket.getsockname()[1]}")
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(trio.serve_listeners, cable._join, [listener])
-        yield cable
+        nursery.start_soon(trio.serve_listeners, proxy._join, [listener])
+        yield proxy
         nursery.cancel_scope.cancel()
 
 
 @asynccontextmanager
-async def open_cables(route: Route) -> AsyncIterator[tuple[Route, list[Cable]]]:
-    """A cable before each stage, and the route along the cables."""
+async def open_proxies(route: Route) -> AsyncIterator[tuple[Route, list[FaultyProxy]]]:
+    """A proxy before each stage, and the route along the proxies."""
     async with contextlib.AsyncExitStack() as stack:
-        cables = [await stack.enter_async_context(open_cable(ref.address)) for ref in route.stages]
-        refs = (StageRef(cable.address, ref.layers) for cable, ref in zip(cables, route.stages, strict=True))
-        yield Route(tuple(refs)), cables
+        proxies = [await stack.enter_async_context(open_proxy(ref.address)) for ref in route.stages]
+        refs = (StageRef(proxy.address, ref.layers) for proxy, ref in zip(proxies, route.stages, strict=True))
+        yield Route(tuple(refs)), proxies

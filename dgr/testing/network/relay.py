@@ -1,6 +1,6 @@
 """A relay between two streams that does what networks do: delay, stall, trickle, and cut in mid-word.
 
-It stands where a cable would::
+It stands between two peers::
 
     left, left_plug = memory_transports()
     right_plug, right = memory_transports()
@@ -30,7 +30,7 @@ __all__ = ["Flow", "Relay", "open_relay"]
 
 #: Most bytes taken from a stream at once.
 _READ = 65536
-#: Bytes that a direction holds at most by default: enough for a fat cable, little enough for back-pressure to be felt.
+#: Bytes that a direction holds at most by default: enough for a fast network, little enough for back-pressure to be felt.
 _CAPACITY = 1024 * 1024
 #: Seconds by which the event loop's timer may be late: epoll counts in whole milliseconds.
 _LATE = 0.0015
@@ -179,7 +179,7 @@ class Flow:
 
 
 class Relay:
-    """Two streams joined by a bad cable. Made by :func:`open_relay`."""
+    """Two streams joined by a bad network. Made by :func:`open_relay`."""
 
     def __init__(self, left: trio.abc.Stream, right: trio.abc.Stream, capacity: int) -> None:
         #: From the left stream to the right one.
