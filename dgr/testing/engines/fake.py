@@ -184,7 +184,7 @@ class FakeEngine:
             context=context,
             kernel_fingerprint=kernel_fingerprint,
             components=tuple(name for name, size in self._memory.state.items() if size),
-            capabilities={"decode": "executable", "mtp": "reserved"},
+            capabilities={"decode": "executable"},
             runtime="fake",
             devices=("fake",),
         )

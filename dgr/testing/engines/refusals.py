@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from dgr.engine.base import LogitsWanted, SamplingParams, ShardEngine, Work
@@ -44,15 +44,7 @@ class RefusalChecks(ContractCase):
                 ("a token id beyond the vocabulary", [Work(0, 10, [tokens[0], about.n_vocab])]),
                 ("a residual on a head", [Work(0, 10, tokens[:1], bytes(_FLOAT * about.width_out))]),
             ]
-            if about.context.n_seq_max > 1:
-                bad += [
-                    ("a new sequence that does not begin at 0", [Work(1, 1, tokens[:1])]),
-                    ("slots out of order", [Work(1, 0, tokens[:1]), Work(0, 10, tokens[:1])]),
-                    ("a good companion of a bad token id", [Work(0, 10, tokens[:1]), Work(1, 0, [about.n_vocab])]),
-                ]
-            for what, batch in bad:
-                with self._unchanged(head, what), refused(InputError, what):
-                    head.run(batch)
+            self._refuses(head, bad)
             for slot in (-1, about.context.n_seq_max):
                 for method in (head.position, head.frontier, head.close):
                     with refused(InputError, f"slot {slot}"):
@@ -61,6 +53,26 @@ class RefusalChecks(ContractCase):
             chain.close(0)
             chain.advance(tokens[:10], chunk=full)
             check_equal(chain.prefill(tokens[10:], chunk=16, begin=10), after, "logits after refusals, and without any")
+
+    def test_a_batch_is_refused_as_a_whole(self) -> None:
+        with self.cut_in_two() as chain:
+            head, about = chain.engines[0], chain.engines[0].describe()
+            self.needs_slots(head, 2)
+            tokens = self.prompt(head, 11)
+            chain.advance(tokens[:10], chunk=about.context.n_batch)
+            self._refuses(
+                head,
+                [
+                    ("a new sequence that does not begin at 0", [Work(1, 1, tokens[:1])]),
+                    ("slots out of order", [Work(1, 0, tokens[:1]), Work(0, 10, tokens[:1])]),
+                    ("a good companion of a bad token id", [Work(0, 10, tokens[:1]), Work(1, 0, [about.n_vocab])]),
+                ],
+            )
+
+    def _refuses(self, engine: ShardEngine, bad: Sequence[tuple[str, list[Work]]]) -> None:
+        for what, batch in bad:
+            with self._unchanged(engine, what), refused(InputError, what):
+                engine.run(batch)
 
     def test_bad_residuals_are_refused(self) -> None:
         with self.cut_in_two() as chain:
