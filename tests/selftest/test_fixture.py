@@ -19,7 +19,7 @@ from dgr.model.artifact import Artifact
 from dgr.model.ggml import GgmlType
 from dgr.model.tensors import TensorKind, TensorSpec, block_tensors, head_tensors, tail_tensors
 from dgr.selftest.fixture import write_fixture
-from dgr.selftest.fixture.presets import PRESETS, WEIGHTS
+from dgr.selftest.fixture.presets import BLOCK_TYPES, PRESETS, WEIGHTS
 from dgr.selftest.fixture.stream import Stream, bfloat16
 from dgr.selftest.fixture.values import Values
 
@@ -34,6 +34,53 @@ PINNED = {
 }
 
 
+# Digests of whole files of four layers, header and all: of every type a matrix can have.
+WHOLE = {
+    ("min", "f32", 7): "e55029a79ae26340737f443cb7989e4bb4682164d34c60523756b14f6f4d1424",
+    ("min", "f16", 7): "a3322182320cc321fa60bf924e012c1c221cb798b89b1f41886a610415f53cc9",
+    ("min", "mixed", 7): "82c8ef16707405f41694e17f58cf5cbf39568f9f43b63260bfb2c3a54a78ffae",
+    ("min", "q8_0", 7): "f18fa4a4b9dba8dadc50d3c18763de17406bffcddb55d850c9324226ac59e0aa",
+    ("wide", "f32", 3): "b78162f2ac9d56c91fe62ca254b32450371997f71ecbaf3db40ecf11ae1b17a0",
+    ("wide", "f16", 3): "5db1e9171c893fc4cc9e31812b7ad6daa075fbcfbe144970cd3fd0835f38880c",
+    ("wide", "mixed", 3): "720fa6c99ca2ed6d81b97eff884e68b3246d62d224c5d6de7d145fc8546ad90b",
+    ("wide", "mixed_q2_k", 3): "bc75d7fae6c843b9de3d586a63432520d570438a70c7cb8f70cedc48e8f6c14c",
+    ("wide", "q8_0", 3): "c600e34957d6a46e4771465cb7ae28b16b72c3a66789999af46fdb3dfeab2e88",
+    ("wide", "q4_k", 3): "e2d373c12c3378b775e49e85a6247b3686d7c7027ba5e30e2687f189f0670d67",
+    ("wide", "bf16", 3): "2217b7d35bc0c162774f1e5df47da0dceb2d16d5d70657fbb3661950b6e6649e",
+    ("wide", "iq1_m", 3): "7d64252042e1cf1639424a41c040f56bdbda34f3312f42b6ed941700a1128ad2",
+    ("wide", "iq1_s", 3): "137cda7a1aa38a0904d7dafdf0b71ac0dfc30e75e7001e3cc16f34bb659f3fcf",
+    ("wide", "iq2_s", 3): "d7a5340db03777eddee6147f5af4d80b46be5da3d329e6a38cabe1cdb3ba1ad0",
+    ("wide", "iq2_xs", 3): "c3d8821873b76612a1216c5c56c4fc15a3720d4f1db9b4fe75b0c93a767d28cb",
+    ("wide", "iq2_xxs", 3): "c0ea6412945c33df60444d55cb4e43f8a18359a9823786a5ef5f1774b6a90e5c",
+    ("wide", "iq3_s", 3): "2b83ed4298a253a633d826a07938ffe101d40dc3e6cb21ace112a45f474c645e",
+    ("wide", "iq3_xxs", 3): "c90c6112572a5b4b566dcb382804dd5861c2a73fe7e0d0988b69fb747a5eaa90",
+    ("wide", "iq4_nl", 3): "3701f3bd07a98589776dbbf3905f85faf271cc5c6e3cbc2b5096193b17d9f686",
+    ("wide", "iq4_xs", 3): "7e00a88017aed108ad783f44ba39709dcd53870c4f5fde3c97dce42c957ddc29",
+    ("wide", "mxfp4", 3): "86dd62d77728c291f90559891b44f06a40876915123dd4d90a4f9d437a4d7198",
+    ("wide", "nvfp4", 3): "02507bb047f7db05448ceafb2bb040ff793fe810134fcffe9dfb0b1f974899dc",
+    ("wide", "q1_0", 3): "a4ca8ae0d6ebfc8a5b697d79972ceade9fbba55822fbd1cf6d544864686dac7e",
+    ("wide", "q2_k", 3): "28f6fef5a6966ac1a96d9d2efa285ea067ddb9654d76d7ce9eaf6fe184781029",
+    ("wide", "q3_k", 3): "309d87598ae7a2612f3c49da09f2e93780d6b7ac1ea749f0305629db0b29f4f9",
+    ("wide", "q4_0", 3): "9b2650dc478d6902ce7af02149d82e96d27819e921e4df61f670c9d78b0c9266",
+    ("wide", "q4_1", 3): "ba63d29d864bf8cd09b98750292a54e7f84f87cc332e41e167fc9f4856d0c96b",
+    ("wide", "q5_0", 3): "ed7fd688884d9ed44b26f7aee963969e5da11ba6dfbf6e316f488c6f16e9a7f7",
+    ("wide", "q5_1", 3): "9863f93ba27d408a434bdb77803d4a2981e7821108eac6c40b81d7b94109570d",
+    ("wide", "q5_k", 3): "4d952cced06f6d59b722cea8c8ffc45ab7e5888fedddf947b4454bfcb5fea426",
+    ("wide", "q6_k", 3): "95584e6cd5db150de28180eb57e61f715b512dd09f5194a7a8c430477dd05c77",
+    ("wide", "tq1_0", 3): "002c8250ab15203722f572a440e22c844def2886136170c4471b25eca55a67a6",
+    ("wide", "tq2_0", 3): "245300d9a1230076195d510d54df1fb625b01928c02de60425e790b45c0c528f",
+}
+
+# Digests of a model in four parts and of its manifest.
+PARTS = [
+    "356b0c03d9d40f7d947618f5d7e7f33a06eb650cfc64e60fcb959a9e4334eaf9",
+    "92f77a29e708dd65bc723246674b9020ab47f7bf2e2d663df8f25d7865965f8a",
+    "5f32da262ff32c8120dc1d1e5ec52b54e9de491043b23b36b3658d2add6a20e6",
+    "729bc207a3c632c3706dd76326d44892ab1535787349621e08da53b3c1dbd959",
+    "10ccae8b948480d29aaf6eb549ae277f844ccc1ce9059d386a27feca35671471",
+]
+
+
 def data_digest(path: Path) -> str:
     file = Artifact.open(path).file
     return hashlib.sha256(path.read_bytes()[file.data_offset :]).hexdigest()
@@ -44,6 +91,28 @@ def test_a_seed_gives_the_same_bytes_forever(tmp_path: Path, preset: str, weight
     path = tmp_path / "model.gguf"
     write_fixture(path, preset=preset, weights=weights, seed=seed, layers=4)
     assert data_digest(path) == PINNED[preset, weights, seed]
+
+
+@pytest.mark.parametrize(("preset", "weights", "seed"), WHOLE)
+def test_a_file_of_every_type_is_the_same_forever(tmp_path: Path, preset: str, weights: str, seed: int) -> None:
+    path = tmp_path / "model.gguf"
+    write_fixture(path, preset=preset, weights=weights, seed=seed, layers=4)
+    assert hashlib.sha256(path.read_bytes()).hexdigest() == WHOLE[preset, weights, seed]
+
+
+def test_every_type_is_pinned() -> None:
+    pinned = {weights.upper() for _, weights, _ in WHOLE}
+    assert pinned >= {kind.name for kind in BLOCK_TYPES} | {weights.upper() for weights in WEIGHTS}
+
+
+def test_parts_are_the_same_forever(tmp_path: Path) -> None:
+    write_fixture(tmp_path / "m.gguf", weights="mixed", layers=3, parts=4)
+    files = sorted(tmp_path.iterdir())
+    assert [path.name for path in files] == [
+        *(f"m-{index:05d}-of-00004.gguf" for index in range(1, 5)),
+        "m.manifest.json",
+    ]
+    assert [hashlib.sha256(path.read_bytes()).hexdigest() for path in files] == PARTS
 
 
 def test_the_default_file_is_the_same_twice(tmp_path: Path) -> None:
