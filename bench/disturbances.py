@@ -22,8 +22,8 @@ from dgr.model.route_file import RouteFile
 from dgr.runtime.events import RePrefilled, RouteChanged, RouteDown, StateLost, so_far
 from dgr.runtime.remote import RemoteConnector
 from dgr.selftest.chain import some_tokens
+from dgr.testing.network.processes import Program, is_gone, open_up, write_route
 from dgr.testing.network.proxy import FaultyProxy, open_proxies
-from dgr.testing.processes import Program, is_gone, open_up, write_route
 from dgr.testing.waits import until
 from dgr.wire.nurseries import open_nursery
 

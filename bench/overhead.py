@@ -42,7 +42,7 @@ from dgr.engine.native import build_info
 from dgr.errors import InputError
 from dgr.selftest.chain import cut_at, some_tokens
 from dgr.selftest.fixture import cached_fixture
-from dgr.testing.processes import open_up, write_route
+from dgr.testing.network.processes import open_up, write_route
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -5,16 +5,16 @@ What is listed here is public (``docs/testing.md``); it needs nothing but what d
 
 from dgr.selftest.chain import Chain, cut_at, pieces, some_tokens
 from dgr.selftest.fixture import PRESETS, WEIGHTS, FixtureSummary, cached_fixture, edit_gguf, write_fixture
+from dgr.selftest.invariance import run_suite
 from dgr.selftest.llama_chain import open_chain
 from dgr.testing.engines.case import ContractReport
 from dgr.testing.engines.contract import EngineContract
 from dgr.testing.engines.fake import FakeEngine, FakeModel, FakeVocabulary, Fault, FaultKind
 from dgr.testing.engines.mutants import BadResidual, Mutant, OffByOne, StaleChunk, StaleRow, SwappedSideband
-from dgr.testing.invariance import run_suite
+from dgr.testing.network.processes import Program, ProgramEnded, free_ports, is_gone, open_program, open_up, write_route
 from dgr.testing.network.proxy import FaultyProxy, open_proxies, open_proxy
 from dgr.testing.network.relay import Flow, Relay, open_relay
 from dgr.testing.offline import Offline, open_fake_pipeline
-from dgr.testing.processes import Program, ProgramEnded, free_ports, is_gone, open_program, open_up, write_route
 from dgr.testing.waits import until
 
 __all__ = [

@@ -20,8 +20,8 @@ from bench.disturbances import MOMENTS, Case, Outcome, Remains, Setting, Strike,
 from bench.ring import Delays, Round, Times, points_of
 from dgr.errors import LinkBroken
 from dgr.model.route import LayerRange, Route, StageRef
+from dgr.testing.network.processes import ProgramEnded, is_gone, open_program
 from dgr.testing.network.proxy import open_proxies
-from dgr.testing.processes import ProgramEnded, is_gone, open_program
 
 SETTING = Setting(split=("0:2", "2:5", "5:7"), n_vocab=512)
 PLAN = drill.plan(SETTING)

@@ -16,7 +16,7 @@ from bench.mutants import PROFILE
 from bench.results import read_result
 from dgr import Artifact
 from dgr.selftest.fixture import cached_fixture
-from dgr.testing.processes import open_up, write_route
+from dgr.testing.network.processes import open_up, write_route
 
 LAYERS, SPLIT = 7, ("0:2", "2:5", "5:7")
 SMALL = msgspec.structs.replace(

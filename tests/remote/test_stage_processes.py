@@ -25,8 +25,8 @@ from dgr.runtime.doctor import examine
 from dgr.runtime.events import RePrefilled, RouteDown
 from dgr.runtime.pipeline import Pipeline, Timeouts, open_pipeline_on
 from dgr.runtime.remote import LinkPolicy, RemoteConnector
+from dgr.testing.network.processes import START, Program, free_ports, is_gone, open_program, open_up, write_route
 from dgr.testing.network.proxy import open_proxies
-from dgr.testing.processes import START, Program, free_ports, is_gone, open_program, open_up, write_route
 from dgr.testing.waits import until
 from dgr.wire.tcp import Credentials
 
