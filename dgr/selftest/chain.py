@@ -1,6 +1,6 @@
 """Stages run by hand: a chain of engines in which the residual of each is the input of the next, without any runtime.
 
-What a chain gives is what a pipeline over the same engines must give. An engine may be wrapped, to do wrong on purpose.
+What a chain returns is what a pipeline over the same engines must return. An engine may be wrapped, to do wrong on purpose.
 :func:`dgr.selftest.llama_chain.open_chain` loads native ones.
 """
 
@@ -78,7 +78,7 @@ class Chain:
     def decode(self, token: int, position: int, n_tokens: int, *, slot: int = 0) -> tuple[list[int], bytes]:
         """Feed ``token`` at ``position``, draw the next one greedily, feed it, and so on ``n_tokens`` times.
 
-        Gives the tokens drawn and the rows of logits they were drawn from.
+        Returns the tokens drawn and the rows of logits they were drawn from.
         """
         drawn: list[int] = []
         rows = bytearray()

@@ -39,7 +39,7 @@ class EngineContract(RefusalChecks):
             check_equal(about, again, "describe() says the same every time")
             check_equal(about.layers, LayerRange(0, about.n_layers), "without a range an engine owns every main layer")
             check_equal((about.is_head, about.is_tail), (True, True), "the whole model is head and tail")
-            check_equal((about.width_in, about.width_out), (0, 0), "the whole model takes ids and gives logits")
+            check_equal((about.width_in, about.width_out), (0, 0), "the whole model takes ids and returns logits")
             check(about.n_vocab > 0 and about.artifact and about.kernel_fingerprint, "identity is stated")
             check(len(about.devices) > 0, "what computes is stated")
             check_equal(about.capabilities.get("decode"), "executable", "capability decode")
@@ -69,7 +69,7 @@ class EngineContract(RefusalChecks):
                 ):
                     check_equal(getattr(head, name), getattr(whole, name), f"{name} of the head cut at {cut}")
                     check_equal(getattr(tail, name), getattr(whole, name), f"{name} of the tail cut at {cut}")
-                check_equal((head.width_in, tail.width_out), (0, 0), "a head takes ids, a tail gives logits")
+                check_equal((head.width_in, tail.width_out), (0, 0), "a head takes ids, a tail returns logits")
                 check_equal(head.width_out, tail.width_in, f"width of the boundary at {cut}")
                 check(head.width_out > 0, "a boundary has a width")
 
@@ -245,7 +245,7 @@ class EngineContract(RefusalChecks):
             outputs = {}
             for wanted in LogitsWanted:
                 chain_output = chain.run([Work(0, 0, tokens, logits=wanted)])[0]
-                check_equal(chain_output.residual, None, "a tail gives no residual")
+                check_equal(chain_output.residual, None, "a tail returns no residual")
                 check(chain_output.finite, "a sound output is finite")
                 outputs[wanted] = as_bytes(chain_output.logits)
                 chain.close(0)
@@ -253,7 +253,7 @@ class EngineContract(RefusalChecks):
             check_equal(len(outputs[LogitsWanted.ALL]), row * len(tokens), "bytes of all rows")
             check_equal(len(outputs[LogitsWanted.LAST]), row, "bytes of one row")
             head_output = head.run([Work(0, 0, tokens)])[0]
-            check_equal(head_output.logits, None, "a head gives no logits")
+            check_equal(head_output.logits, None, "a head returns no logits")
             size = _FLOAT * head.describe().width_out * len(tokens)
             check_equal(len(as_bytes(head_output.residual)), size, "bytes of a residual")
 

@@ -218,7 +218,7 @@ def _states(executor: MtpExecutor, n_stages: int, shape: RollbackShape, length: 
 
 
 def _as_if_new(executor: MtpExecutor, route: MtpRoute, session: int, n_stages: int, shape: RollbackShape) -> None:
-    """Every stage stands at the same position, with exactly the state that a fresh prefill gives."""
+    """Every stage stands at the same position, with exactly the state that a fresh prefill leaves."""
     positions = set(route.positions(session))
     if len(positions) != 1:
         raise ExamFailed(f"the stages stand at {sorted(positions)}")
@@ -327,7 +327,7 @@ def nothing_to_go_back_to(executor: MtpExecutor) -> None:
 
 
 def sessions_do_not_meet(executor: MtpExecutor) -> None:
-    """Rounds of two sessions in turn, with rollbacks in both, and each gives what it gives alone."""
+    """Rounds of two sessions in turn, with rollbacks in both, and each returns what it returns alone."""
     shape, prompts = RollbackShape(4, n_seq_max=2), (_PROMPT, tuple(reversed(_PROMPT)))
     alone = [_answer(executor.open_route(2, shape), 3, 150, prompt) for prompt in prompts]
     route = executor.open_route(2, shape)
@@ -353,7 +353,7 @@ def long_answers_leak_nothing(executor: MtpExecutor) -> None:
 
 
 def speculation_leaves_no_trace(executor: MtpExecutor) -> None:
-    """After any number of rounds, state is what a fresh prefill of the same tokens gives, the MTP block's included."""
+    """After any number of rounds, state is what a fresh prefill of the same tokens leaves, the MTP block's included."""
     shape = RollbackShape(5)
     route = executor.open_route(3, shape)
     session = route.open()

@@ -89,7 +89,7 @@ def _dump(data: Any) -> str:
 
 
 def write_golden(folder: Path) -> list[Path]:
-    """Write every golden file; gives their paths."""
+    """Write every golden file; returns their paths."""
     found: dict[str, bytes] = {}
     listed = []
     for name, message in sample_messages().items():

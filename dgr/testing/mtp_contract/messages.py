@@ -119,7 +119,7 @@ class Reason(enum.IntEnum):
     CANDIDATES = 5
     #: Work: the tokens do not fit the context.
     CONTEXT = 6
-    #: Rollback: not back, or to the very beginning, which is no rollback but the end of the session's state.
+    #: Rollback: not back, or to the very beginning, which is not a rollback but the end of the session's state.
     RANGE = 7
     #: Rollback: further back than there are planes.
     PLANES = 8
@@ -243,7 +243,7 @@ class DraftInput(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tru
 
 
 class DraftOutput(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """What the MTP block gives for one position: logits of the token behind it (``n_vocab`` float32), and its next row."""
+    """What the MTP block returns for one position: logits of the token behind it (``n_vocab`` float32), and its next row."""
 
     position: _U32
     logits: bytes

@@ -236,7 +236,7 @@ def rollback_exact(position: int, k: int, n_last: int, planes: int) -> bool:
     """Whether upstream's own rule (``1 <= k <= R``) happens to give the right state after a decode of ``n_last`` tokens.
 
     Wider than the contract's ``k <= min(R, n_last)``: the wrong plane does no harm where no block ends among the positions
-    it lacks. It depends on the position and is no rule to build on; tests hold the rings above against it.
+    it lacks. It depends on the position and is not a rule to build on; tests hold the rings above against it.
     """
     if not 1 <= k <= planes:
         return False

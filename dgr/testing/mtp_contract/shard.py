@@ -50,7 +50,7 @@ class _Held:
 
 @define
 class ReferenceShard:
-    """One stage with all its sessions: takes messages, gives answers and what goes on to the next stage."""
+    """One stage with all its sessions: takes messages, returns answers and what goes on to the next stage."""
 
     index: int
     n_stages: int

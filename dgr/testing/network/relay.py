@@ -1,4 +1,4 @@
-"""A relay between two streams that does what networks do: delay, stall, trickle, and cut in mid-word.
+"""A relay between two streams that does what networks do: delay, stall, trickle, and cut within a frame.
 
 It stands between two peers::
 
@@ -252,7 +252,7 @@ class Relay:
                 self._orderly = True  # such a stream ends both ways or not at all
                 self._scope.cancel()
             case _End.DEAF:
-                pass  # whoever closed it shows in the other direction, behind its last words
+                pass  # whoever closed it shows in the other direction, behind the last bytes it sent
 
     async def _close(self, stream: trio.abc.Stream) -> None:
         if self._reset:
