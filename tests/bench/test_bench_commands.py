@@ -7,10 +7,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from bench.cli import main
-from bench.describe import result_schema
-from bench.profiles import PROFILES, Profile
-from bench.results import SCHEMA
+from dgr_bench.certify.profiles import PROFILES, Profile
+from dgr_bench.cli import main
+from dgr_bench.describe import result_schema
+from dgr_bench.results import SCHEMA
 
 COMMANDS = ("certify", "verify", "compare", "real", "profile", "schema", "drill", "frontier", "overhead", "hops")
 

@@ -14,16 +14,16 @@ import pytest
 import trio
 from attrs import evolve
 
-from bench.certificate import write_certificate
-from bench.certify import Job, certify
-from bench.cli import main
-from bench.compare import compare
-from bench.mutants import PROFILE
-from bench.results import Result, read_result, write_result
 from dgr import Artifact, Numerics
 from dgr.errors import InputError
 from dgr.model.route import parse_split
 from dgr.testing.models import cached_fixture
+from dgr_bench.certify.command import Job, certify
+from dgr_bench.certify.mutants import PROFILE
+from dgr_bench.certify.report import write_certificate
+from dgr_bench.cli import main
+from dgr_bench.compare import compare
+from dgr_bench.results import Result, read_result, write_result
 
 LAYERS, SPLIT = 7, "0:2,2:5,5:7"
 #: Without several threads: they need cores of their own.

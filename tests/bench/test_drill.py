@@ -14,14 +14,16 @@ import msgspec
 import pytest
 import trio
 
-from bench import disturbances, drill, drill_report
-from bench.cli import main
-from bench.disturbances import MOMENTS, Case, Outcome, Remains, Setting, Strike, survivors
-from bench.ring import Delays, Round, Times, points_of
 from dgr.errors import LinkBroken
 from dgr.model.route import LayerRange, Route, StageRef
 from dgr.testing.cables import open_cables
 from dgr.testing.processes import ProgramEnded, is_gone, open_program
+from dgr_bench.cli import main
+from dgr_bench.drill import command as drill
+from dgr_bench.drill import disturbances
+from dgr_bench.drill import report as drill_report
+from dgr_bench.drill.disturbances import MOMENTS, Case, Outcome, Remains, Setting, Strike, survivors
+from dgr_bench.drill.ring import Delays, Round, Times, points_of
 
 SETTING = Setting(split=("0:2", "2:5", "5:7"), n_vocab=512)
 PLAN = drill.plan(SETTING)

@@ -17,14 +17,15 @@ import pytest
 import trio
 from attrs import evolve
 
-from bench import frontier, frontier_report
-from bench.cli import main
-from bench.frontier_figures import SUBJECTS, At, BesideUpstream, Plan, Run, checks, figures, line, ratio_interval
-from bench.results import Journal, median
-from bench.upstream import LlamaBench
 from dgr import Artifact, ContextParams, Numerics, SamplingParams, ShardEngine
 from dgr.errors import EngineError, InputError, LinkBroken
 from dgr.testing.mutants import Mutant
+from dgr_bench.cli import main
+from dgr_bench.frontier import command as frontier
+from dgr_bench.frontier import report as frontier_report
+from dgr_bench.frontier.figures import SUBJECTS, At, BesideUpstream, Plan, Run, checks, figures, line, ratio_interval
+from dgr_bench.results import Journal, median
+from dgr_bench.upstream import LlamaBench
 
 PLAN = Plan(name="test", lengths=(512, 1024, 2048, 4096), decode=32, chunk=512, split="0:2,2:5,5:7")
 SLOPE = "decode through one stage grows as in the whole model, ± 3%"

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from bench import hops
-from bench.cli import main
-from bench.echo import LIMITS, open_echo, open_echo_link, payload_bytes
-from bench.progress import Progress
-from bench.results import Journal
+from dgr_bench.cli import main
+from dgr_bench.overhead import hops
+from dgr_bench.overhead.echo import LIMITS, open_echo, open_echo_link, payload_bytes
+from dgr_bench.progress import Progress
+from dgr_bench.results import Journal
 
 PAYLOAD = payload_bytes(1)
 

@@ -9,15 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from bench import hops, overhead
-from bench.cli import main
-from bench.overhead import Comparison, Timed
-from bench.progress import Progress
-from bench.results import Journal
-from bench.spreads import Goal, spread
 from dgr import open_pipeline
 from dgr.engine.native import build_info
 from dgr.errors import EngineError
+from dgr_bench.cli import main
+from dgr_bench.overhead import command as overhead
+from dgr_bench.overhead import hops
+from dgr_bench.overhead.command import Comparison, Timed
+from dgr_bench.progress import Progress
+from dgr_bench.results import Journal
+from dgr_bench.spreads import Goal, spread
 
 GOAL = Goal("at least", 0.97)
 

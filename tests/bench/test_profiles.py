@@ -7,9 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from bench.profiles import PROFILES, Chunking, profile_of
 from dgr.errors import InputError
 from dgr.model.state_map import ContextShape
+from dgr_bench.certify.profiles import PROFILES, Chunking, profile_of
 
 #: Certificates name these. Whoever changes a profile gives it another name.
 DIGESTS = {

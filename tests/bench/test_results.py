@@ -7,8 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from bench.results import SCHEMA, Check, Journal, Result, digest_of, median, read_result
 from dgr.errors import InputError
+from dgr_bench.results import SCHEMA, Check, Journal, Result, digest_of, median, read_result
 
 PLAN = {"name": "test", "lengths": [1, 2]}
 SUBJECT = {"artifact": "a" * 32}

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from attrs import evolve
 
-import bench
-from bench.upstream import LlamaBench, find_llama_bench, parse_samples
+import dgr_bench
 from dgr import ContextParams
 from dgr.engine.native import build_info
 from dgr.errors import EngineError, InputError
 from dgr.testing.models import cached_fixture
+from dgr_bench.upstream import LlamaBench, find_llama_bench, parse_samples
 
 #: What a real one printed, on a fixture model.
 RECORDED = Path(__file__).with_name("llama_bench.json").read_bytes()
@@ -114,7 +114,7 @@ def test_a_binary_that_was_named(tmp_path: Path) -> None:
 
 
 def test_outside_a_checkout_a_binary_must_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "__file__", str(tmp_path / "bench" / "__init__.py"))
+    monkeypatch.setattr(dgr_bench, "__file__", str(tmp_path / "bench" / "dgr_bench" / "__init__.py"))
     with pytest.raises(InputError, match=r"checkout of dgr.*name what it prints with --llama-bench"):
         find_llama_bench(None)
 
@@ -122,7 +122,7 @@ def test_outside_a_checkout_a_binary_must_be_named(tmp_path: Path, monkeypatch: 
 def test_a_build_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "cffi_build").mkdir()
     (tmp_path / "cffi_build" / "llama_cpp.py").write_text("raise SystemExit(7)")
-    monkeypatch.setattr(bench, "__file__", str(tmp_path / "bench" / "__init__.py"))
+    monkeypatch.setattr(dgr_bench, "__file__", str(tmp_path / "bench" / "dgr_bench" / "__init__.py"))
     with pytest.raises(InputError, match="could not be built, exit status 7"):
         find_llama_bench(None)
 
