@@ -4,7 +4,7 @@
 #
 #   cli, options    the commands, and the flags they share
 #   certify         the long-context certificate of: profiles (what is locked), subjects (who runs a prompt), measures and
-#                   resident (raw units), refusals (what must fail), checks (verdicts), figures, certificate (the report),
+#                   resident (raw units), refusals (what must fail), checks (verdicts), metrics, certificate (the report),
 #                   mutants (what each check must catch)
 #   verify, compare what can be done with a result afterwards        describe   profiles and the schema, printed
 #   real            the certificate of the real model

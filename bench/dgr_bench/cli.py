@@ -11,7 +11,7 @@ from pathlib import Path
 from dgr.cli.exit_codes import run_command
 from dgr_bench import compare, describe
 from dgr_bench.certify import command as certify
-from dgr_bench.certify import real, verify
+from dgr_bench.certify import real_model, verify
 from dgr_bench.drill import command as drill
 from dgr_bench.frontier import command as frontier
 from dgr_bench.overhead import command as overhead
@@ -26,7 +26,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Certify and measure dgr. What measures writes result.json, report.md and plots/ into --out.",
     )
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (certify, verify, compare, real, describe, frontier, drill, overhead, hops):
+    for command in (certify, verify, compare, real_model, describe, frontier, drill, overhead, hops):
         command.register(subparsers)
     return parser
 

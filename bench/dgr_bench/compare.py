@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from dgr.errors import InputError
-from dgr_bench.certify.figures import canary_of
+from dgr_bench.certify.metrics import canary_of
 from dgr_bench.certify.profiles import Profile
 from dgr_bench.plots import BLUE, GREY, draw
 from dgr_bench.reports import picture, table, write_report
@@ -83,7 +83,7 @@ def compare(first: Result, second: Result) -> dict[str, Any]:
         "must_be_equal": must,
         "parts": len(parts),
         "parts_differing": differing,
-        "ratios": _ratios(first.figures, second.figures),
+        "ratios": _ratios(first.metrics, second.metrics),
         "verdict": verdict,
     }
 
@@ -131,7 +131,7 @@ def _ratios(first: Mapping[str, Any], second: Mapping[str, Any], path: str = "")
 
 
 def _key(row: Mapping[str, Any]) -> str:
-    """What a row of figures is about: its first figure, a length or a name."""
+    """What a row of metrics is about: its first figure, a length or a name."""
     return str(next(iter(row.values()), ""))
 
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import msgspec
 
-from dgr_bench.certify.measures import Cancellation, CleanUp, LengthRun, MemoryAt
+from dgr_bench.certify.measurements import Cancellation, CleanUp, LengthRun, MemoryAt
 from dgr_bench.certify.profiles import PROFILES, Profile, profile_of
 from dgr_bench.certify.refusals import Refusal
-from dgr_bench.drill.disturbances import Outcome
-from dgr_bench.drill.ring import Round
+from dgr_bench.drill.fault_injection import Outcome
+from dgr_bench.drill.ring import RingRound
 from dgr_bench.results import SCHEMA, Result
 
 __all__ = ["register", "result_schema"]
@@ -25,7 +25,7 @@ _UNITS: dict[str, Any] = {
     "certify: memory/N": MemoryAt,
     "certify: refusals/I (in `refusals`)": Refusal,
     "drill: a case": Outcome,
-    "drill: a delayed ring": Round,
+    "drill: a delayed ring": RingRound,
 }
 
 

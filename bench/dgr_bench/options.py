@@ -24,7 +24,7 @@ def add_run_arguments(parser: argparse.ArgumentParser, out: str) -> None:
     )
     parser.add_argument("--quick", action="store_true", help="less of everything, in under a minute: a smoke test")
     parser.add_argument("--fresh", action="store_true", help="begin anew over what is in the folder")
-    parser.add_argument("--json", action="store_true", help="print verdicts and figures as one JSON object")
+    parser.add_argument("--json", action="store_true", help="print verdicts and metrics as one JSON object")
 
 
 def add_subject_arguments(parser: argparse.ArgumentParser) -> None:
@@ -43,7 +43,7 @@ def say(result: Result, folder: Path, as_json: bool) -> None:
             {"name": check.name, "passed": check.passed, "cases": check.cases, "detail": check.detail}
             for check in result.checks
         ]
-        answer = {"passed": result.passed, "out": str(folder), "checks": checks, "figures": result.figures}
+        answer = {"passed": result.passed, "out": str(folder), "checks": checks, "figures": result.metrics}
         print(msgspec.json.encode(answer).decode())
         return
     for check in result.checks:

@@ -1,7 +1,7 @@
 """A result as JSON: its schema, and the journal in which a run keeps it.
 
 A run is a list of *units*, each measured once and written down at once: an interrupted run goes on with the first unit
-that is not there. Everything else in a result, figures and verdicts, is computed from the units and can be computed again.
+that is not there. Everything else in a result, metrics and verdicts, is computed from the units and can be computed again.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Result(msgspec.Struct, kw_only=True):
     #: Raw measurements by unit name.
     units: dict[str, dict[str, Any]] = {}
     #: Derived from the units.
-    figures: dict[str, Any] = {}
+    metrics: dict[str, Any] = msgspec.field(name="figures", default_factory=dict)
     #: Derived from the units.
     checks: list[Check] = []
     complete: bool = False
@@ -76,8 +76,8 @@ def digest_of(value: Any) -> str:
 
 def median(values: Any) -> float:
     """The median of some figures; NaN of none."""
-    figures = list(values)
-    return float(statistics.median(figures)) if figures else float("nan")
+    numbers = list(values)
+    return float(statistics.median(numbers)) if numbers else float("nan")
 
 
 def read_result(path: str | os.PathLike[str]) -> Result:
@@ -180,10 +180,10 @@ class Journal:
         write_result(self.result, self.folder)
         return value
 
-    def finish(self, figures: Mapping[str, Any], checks: list[Check]) -> Result:
+    def finish(self, metrics: Mapping[str, Any], checks: list[Check]) -> Result:
         """Add what follows from the units; the result is complete then."""
         result = self.result
-        result.figures, result.checks, result.complete = msgspec.to_builtins(figures), checks, True
+        result.metrics, result.checks, result.complete = msgspec.to_builtins(metrics), checks, True
         result.loads = [*result.loads, load_now()]
         write_result(result, self.folder)
         return result

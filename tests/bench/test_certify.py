@@ -18,7 +18,7 @@ from dgr import Artifact, Numerics
 from dgr.errors import InputError
 from dgr.model.route import parse_split
 from dgr.testing.models import cached_fixture
-from dgr_bench.certify.command import Job, certify
+from dgr_bench.certify.command import CertifyJob, certify
 from dgr_bench.certify.mutants import PROFILE
 from dgr_bench.certify.report import write_certificate
 from dgr_bench.cli import main
@@ -38,19 +38,19 @@ def model() -> Path:
 
 
 @pytest.fixture(scope="module")
-def job(model: Path) -> Job:
-    return Job(SMALL, Artifact.open(model), parse_split(SPLIT, LAYERS))
+def job(model: Path) -> CertifyJob:
+    return CertifyJob(SMALL, Artifact.open(model), parse_split(SPLIT, LAYERS))
 
 
 @pytest.fixture(scope="module")
-def folder(job: Job, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(job: CertifyJob, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A certificate, as the command leaves it."""
     out = tmp_path_factory.mktemp("certificate")
     write_certificate(run(job, out), out)
     return out
 
 
-def run(job: Job, out: Path, **options: Any) -> Result:
+def run(job: CertifyJob, out: Path, **options: Any) -> Result:
     return trio.run(partial(certify, **options), job, out, "dgr-bench certify")
 
 
@@ -69,7 +69,7 @@ def test_it_passes(folder: Path):
     assert [check.name for check in result.checks if not check.passed] == []
     assert result.passed
     assert {"split equals whole", "chunkings agree", "re-prefilled equals cold"} <= {one.name for one in result.checks}
-    assert result.figures["not_certified"] == []
+    assert result.metrics["not_certified"] == []
 
 
 def test_report_and_plots_are_there(folder: Path):
@@ -83,14 +83,14 @@ def test_report_and_plots_are_there(folder: Path):
 
 
 def test_the_canary_names_every_component_of_every_stage(folder: Path):
-    canary = read_result(folder).figures["canary"]
+    canary = read_result(folder).metrics["canary"]
     assert set(canary) == {"1", "5", "129"}
     assert set(canary["129"]) == set(SPLIT.split(","))
     assert set(canary["129"]["2:5"]) == {"raw_swa", "csa", "hca", "indexer", "csa_ring", "hca_ring", "indexer_ring"}
     assert all(len(digest) == 32 for stage in canary["129"].values() for digest in stage.values())
 
 
-def test_a_finished_run_is_not_measured_again(job: Job, folder: Path, tmp_path: Path):
+def test_a_finished_run_is_not_measured_again(job: CertifyJob, folder: Path, tmp_path: Path):
     shutil.copytree(folder, tmp_path / "copy")
     before = read_result(folder)
     again = run(job, tmp_path / "copy")
@@ -98,7 +98,7 @@ def test_a_finished_run_is_not_measured_again(job: Job, folder: Path, tmp_path: 
     assert len(again.commands) == 2
 
 
-def test_an_interrupted_run_measures_what_is_missing(job: Job, folder: Path, tmp_path: Path):
+def test_an_interrupted_run_measures_what_is_missing(job: CertifyJob, folder: Path, tmp_path: Path):
     kept = {"whole/1", "whole/5", "whole/129", "split/1", "split/5"}
 
     def interrupt(result: Result) -> None:
@@ -114,7 +114,7 @@ def test_an_interrupted_run_measures_what_is_missing(job: Job, folder: Path, tmp
     assert again.units["split/129"]["first_token_s"] != before.units["split/129"]["first_token_s"]
 
 
-def test_what_ended_in_an_error_is_measured_again(job: Job, folder: Path, tmp_path: Path):
+def test_what_ended_in_an_error_is_measured_again(job: CertifyJob, folder: Path, tmp_path: Path):
     def fail(result: Result) -> None:
         result.units["split/5"]["error"] = "LinkBroken: it was"
         result.units["clean-up"] = {"error": "LinkBroken: it was"}
@@ -139,11 +139,11 @@ def flip(text: str) -> str:
 
 
 def _figure(result: Result) -> None:
-    result.figures["lengths"][1]["token_s"] *= 0.5
+    result.metrics["lengths"][1]["token_s"] *= 0.5
 
 
 def _canary(result: Result) -> None:
-    stage = result.figures["canary"]["129"]["2:5"]
+    stage = result.metrics["canary"]["129"]["2:5"]
     stage["csa"] = flip(stage["csa"])
 
 
@@ -198,7 +198,7 @@ def test_verify_wants_the_same_model(folder: Path, capsys: pytest.CaptureFixture
 
 
 def _component(result: Result) -> None:
-    """Another digest in the raw units; the figures still say the right one."""
+    """Another digest in the raw units; the metrics still say the right one."""
     (part,) = (one for one in result.units["split/129"]["at_end"][1]["components"] if one[0] == "csa")
     part[5] = flip(part[5])
 
@@ -283,14 +283,14 @@ def test_results_of_two_commands_are_not_compared(folder: Path, tmp_path: Path):
 # --- native numerics --------------------------------------------------------------------------------------------------
 
 
-def test_native_numerics_are_measured_and_not_promised(job: Job, tmp_path: Path):
+def test_native_numerics_are_measured_and_not_promised(job: CertifyJob, tmp_path: Path):
     native = evolve(job, profile=msgspec.structs.replace(SMALL, numerics=Numerics.NATIVE, cancels=0, refusals=0))
     result = run(native, tmp_path)
     names = {check.name: check.passed for check in result.checks}
     assert names["split equals whole"]
     assert "chunkings agree" not in names
-    assert "native numerics" in " ".join(result.figures["not_certified"])
-    distances = {(one["variant"], one["length"]): one for one in result.figures["distances"]}
+    assert "native numerics" in " ".join(result.metrics["not_certified"])
+    distances = {(one["variant"], one["length"]): one for one in result.metrics["distances"]}
     assert distances["chunk-33", 129]["logits_max_difference"] is not None
     assert distances["re-prefilled", 5]["tokens"] == SMALL.decode
 
@@ -320,7 +320,7 @@ def test_bad_input_is_told_in_one_line(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_whole_split_is_certified_too(job: Job, tmp_path: Path):
+def test_a_whole_split_is_certified_too(job: CertifyJob, tmp_path: Path):
     whole = evolve(
         job,
         ranges=parse_split("0:7", LAYERS),
@@ -329,11 +329,11 @@ def test_a_whole_split_is_certified_too(job: Job, tmp_path: Path):
     assert run(whole, tmp_path).passed
 
 
-def test_what_a_profile_does_not_try_is_not_certified(job: Job, tmp_path: Path):
+def test_what_a_profile_does_not_try_is_not_certified(job: CertifyJob, tmp_path: Path):
     less = evolve(job, profile=msgspec.structs.replace(SMALL, lengths=(5,), cancels=0, refusals=0))
     result = run(less, tmp_path)
     assert result.passed
-    assert len(result.figures["not_certified"]) == 2
+    assert len(result.metrics["not_certified"]) == 2
     assert "what must fail fails, always alike" not in {check.name for check in result.checks}
 
 

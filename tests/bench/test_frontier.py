@@ -1,4 +1,4 @@
-"""Speed over context: what its checks catch, what its figures say, that it resumes, what it refuses; and one real run."""
+"""Speed over context: what its checks catch, what its metrics say, that it resumes, what it refuses; and one real run."""
 
 from __future__ import annotations
 
@@ -23,16 +23,27 @@ from dgr.testing.mutants import Mutant
 from dgr_bench.cli import main
 from dgr_bench.frontier import command as frontier
 from dgr_bench.frontier import report as frontier_report
-from dgr_bench.frontier.figures import SUBJECTS, At, BesideUpstream, Plan, Run, checks, figures, line, ratio_interval
+from dgr_bench.frontier.metrics import (
+    BASELINE,
+    SUBJECTS,
+    At,
+    BesideUpstream,
+    FrontierPlan,
+    SubjectRun,
+    checks,
+    line,
+    metrics,
+    ratio_interval,
+)
 from dgr_bench.results import Journal, median
 from dgr_bench.upstream import LlamaBench
 
-PLAN = Plan(name="test", lengths=(512, 1024, 2048, 4096), decode=32, chunk=512, split="0:2,2:5,5:7")
+PLAN = FrontierPlan(name="test", lengths=(512, 1024, 2048, 4096), decode=32, chunk=512, split="0:2,2:5,5:7")
 SLOPE = "decode through one stage grows as in the whole model, ± 3%"
 TOKENS = "stages draw the whole model's tokens"
 STATES = "no session lost its state"
 #: What subjects take beyond the whole model, seconds a token.
-EXTRA = {"one": 0.0004, "whole": 0.0, "split": 0.002, "yardstick": 0.0}
+EXTRA = {"one": 0.0004, "whole": 0.0, "split": 0.002, BASELINE: 0.0}
 
 
 def whole_s(context: int) -> float:
@@ -40,13 +51,13 @@ def whole_s(context: int) -> float:
     return 0.008 + 1e-6 * context
 
 
-def good(length: int, plan: Plan = PLAN) -> At:
+def good(length: int, plan: FrontierPlan = PLAN) -> At:
     """A length at which everything went well; the machine's speed wanders, for all subjects alike."""
     weather = random.Random(length)
     day = 1 + weather.random()
     speeds = [day + 0.1 * weather.random() for _ in range(plan.decode)]
     runs = {
-        name: Run(
+        name: SubjectRun(
             tokens=[(7 * at + length) % 100 for at in range(plan.decode + 1)],
             first_token_s=length / 200,
             last_chunk_s=2.0,
@@ -58,13 +69,13 @@ def good(length: int, plan: Plan = PLAN) -> At:
     return At(length=length, runs=runs)
 
 
-def recorded(plan: Plan = PLAN) -> dict[str, Any]:
+def recorded(plan: FrontierPlan = PLAN) -> dict[str, Any]:
     """The units of a run in which everything went well, as a journal gives them."""
     units: dict[str, Any] = msgspec.to_builtins({f"length/{length}": good(length, plan) for length in plan.lengths})
     return units
 
 
-def failing(units: dict[str, Any], plan: Plan = PLAN) -> dict[str, str]:
+def failing(units: dict[str, Any], plan: FrontierPlan = PLAN) -> dict[str, str]:
     """Checks that are not passed, and why."""
     return {check.name: check.detail for check in checks(plan, units) if not check.passed}
 
@@ -160,7 +171,7 @@ def test_a_length_that_was_not_measured_is_told(unit: dict[str, Any] | None) -> 
 
 def test_nothing_measured_passes_nothing() -> None:
     assert len(failing({})) == 5
-    assert figures(PLAN, {})["lengths"] == []
+    assert metrics(PLAN, {})["lengths"] == []
 
 
 def test_native_numerics_may_draw_other_tokens_and_quick_runs_have_any_slope() -> None:
@@ -171,7 +182,7 @@ def test_native_numerics_may_draw_other_tokens_and_quick_runs_have_any_slope() -
     assert failing(units, plan) == {}
 
 
-# --- figures ---------------------------------------------------------------------------------------------------------
+# --- metrics ---------------------------------------------------------------------------------------------------------
 
 
 def test_lines_go_through_medians() -> None:
@@ -184,10 +195,10 @@ def test_lines_go_through_medians() -> None:
 
 def test_a_constant_cost_is_no_slope_and_neither_is_the_weather() -> None:
     units = recorded()
-    found = figures(PLAN, units)["decode"]
+    found = metrics(PLAN, units)["decode"]
     assert list(found) == ["whole", "one", "split"]
     assert "slope_ratio" not in found["whole"]
-    usual = median([seconds for unit in units.values() for seconds in unit["runs"]["yardstick"]["token_s"]])
+    usual = median([seconds for unit in units.values() for seconds in unit["runs"][BASELINE]["token_s"]])
     speed = usual / whole_s(64)
     assert found["whole"]["slope_ms_per_1000"] == pytest.approx(speed)
     assert found["whole"]["raw"]["slope_ms_per_1000"] != pytest.approx(speed, rel=0.1)
@@ -199,14 +210,14 @@ def test_a_constant_cost_is_no_slope_and_neither_is_the_weather() -> None:
 
 
 def test_speeds_of_prefill() -> None:
-    (first, *_, last) = figures(PLAN, recorded())["lengths"]
+    (first, *_, last) = metrics(PLAN, recorded())["lengths"]
     assert (first["length"], last["length"]) == (512, 4096)
     assert last["subjects"]["one"]["prefill_tokens_per_s"] == pytest.approx(200)
     assert last["subjects"]["one"]["last_chunk_tokens_per_s"] == pytest.approx(256)
     assert last["subjects"]["whole"]["token_ratio"].median == 1
     plan = msgspec.structs.replace(PLAN, lengths=(512, 700))
     units = msgspec.to_builtins({f"length/{length}": good(length, plan) for length in plan.lengths})
-    assert figures(plan, units)["lengths"][1]["subjects"]["split"]["last_chunk_tokens_per_s"] == pytest.approx(94)
+    assert metrics(plan, units)["lengths"][1]["subjects"]["split"]["last_chunk_tokens_per_s"] == pytest.approx(94)
 
 
 def test_the_interval_widens_with_what_pairs_do_not_share() -> None:
@@ -234,7 +245,7 @@ def test_slopes_beside_upstream() -> None:
     units = recorded() | msgspec.to_builtins(beside)
     assert failing(units, plan) == {}
     assert len(failing(recorded(), plan)) == 1
-    found = figures(plan, units)["upstream"]
+    found = metrics(plan, units)["upstream"]
     assert found["slope_ratio"] == pytest.approx(1)
     assert found["ours"]["base_ms"] == pytest.approx(8.5)
     assert [row["theirs_ms"].count for row in found["lengths"]] == [8] * 4
@@ -296,13 +307,13 @@ def faked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Lengths that go well without an engine; those that were run."""
     ran: list[int] = []
 
-    async def run_length(job: frontier.Job, subjects: Sequence[frontier.Subject], length: int) -> At:
+    async def run_length(job: frontier.FrontierJob, subjects: Sequence[frontier.Subject], length: int) -> At:
         assert [subject.name for subject in subjects] == list(job.plan.subjects)
         ran.append(length)
         return good(length, job.plan)
 
     @asynccontextmanager
-    async def open_subject(job: frontier.Job, name: str) -> AsyncIterator[SimpleNamespace]:
+    async def open_subject(job: frontier.FrontierJob, name: str) -> AsyncIterator[SimpleNamespace]:
         yield SimpleNamespace(name=name)
 
     monkeypatch.setattr(frontier, "run_length", run_length)
@@ -321,7 +332,7 @@ def test_an_interrupted_run_goes_on_where_it_was(
 ) -> None:
     run_length = frontier.run_length
 
-    async def disturbed(job: frontier.Job, subjects: Sequence[frontier.Subject], length: int) -> At:
+    async def disturbed(job: frontier.FrontierJob, subjects: Sequence[frontier.Subject], length: int) -> At:
         if length == 96:
             raise LinkBroken("gone")
         if length == 128:
@@ -402,7 +413,7 @@ def _on_the_tail(_: int, engine: ShardEngine) -> ShardEngine:
 
 def test_a_real_run_and_a_real_mistake(model: Callable[..., Path], tmp_path: Path) -> None:
     plan = msgspec.structs.replace(PLAN, lengths=(33, 40), decode=8, chunk=32, goal=None)
-    job = frontier.Job(plan, Artifact.open(model("mixed", layers=7)))
+    job = frontier.FrontierJob(plan, Artifact.open(model("mixed", layers=7)))
     journal = Journal.open(tmp_path, "frontier", msgspec.to_builtins(plan), {}, "")
     trio.run(frontier.frontier, job, journal)
     assert failing(journal.result.units, plan) == {}

@@ -64,10 +64,10 @@ def test_a_goal_that_is_missed(bad: dict[str, Any], name: str) -> None:
 
 
 def test_figures() -> None:
-    found = hops.figures(units(memory=0.05))["memory, decode"]
+    found = hops.metrics(units(memory=0.05))["memory, decode"]
     assert found["extra_ms_per_hop"].median == pytest.approx(0.05)
     assert found["bare_ms"].median == pytest.approx(0.175)
-    assert hops.figures(units())["tls, decode, bytes"] == {"bytes_per_frame": PAYLOAD + 290, "extra_bytes": 290}
+    assert hops.metrics(units())["tls, decode, bytes"] == {"bytes_per_frame": PAYLOAD + 290, "extra_bytes": 290}
 
 
 async def test_rounds_in_process_are_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,7 +96,7 @@ async def test_bytes_on_the_wire(tmp_path: Path) -> None:
         await hops.measure(journal, plan, bar)
     unit = journal.result.units["tls, decode, bytes"]
     assert unit["frames"] == 4
-    extra = hops.figures(journal.result.units)["tls, decode, bytes"]["extra_bytes"]
+    extra = hops.metrics(journal.result.units)["tls, decode, bytes"]["extra_bytes"]
     # More than TLS records of at most 16 KiB, 22 bytes each, and within the goal: bytes are no matter of chance.
     assert 5 * 22 < extra <= hops.GOALS["bytes"].value
 

@@ -17,8 +17,8 @@ from dgr_bench.overhead import command as overhead
 from dgr_bench.overhead import hops
 from dgr_bench.overhead.command import Comparison, Timed
 from dgr_bench.progress import Progress
+from dgr_bench.quartiles import Goal, quartiles_of
 from dgr_bench.results import Journal
-from dgr_bench.spreads import Goal, spread
 
 GOAL = Goal("at least", 0.97)
 
@@ -93,21 +93,21 @@ async def test_a_ratio_is_one_of_speeds(tmp_path: Path) -> None:
     (verdict,) = overhead.checks(units, [slow, fast])
     assert (verdict.name, verdict.passed, verdict.cases) == ("speed of slow / fast", False, 3)
     assert verdict.detail == "median 0.950 (0.950 to 0.950), quartiles in brackets; goal at least 0.97"
-    assert overhead.figures(units)["speed"]["slow / fast"]["theirs_tokens_per_s"].median == pytest.approx(64 / 1.9)
+    assert overhead.metrics(units)["speed"]["slow / fast"]["theirs_tokens_per_s"].median == pytest.approx(64 / 1.9)
 
 
 def test_a_spread() -> None:
-    assert spread([3.0, 1.0, 2.0, 5.0, 4.0]) == spread([1.0, 2.0, 3.0, 4.0, 5.0])
-    found = spread([1.0, 2.0, 3.0, 4.0, 5.0])
+    assert quartiles_of([3.0, 1.0, 2.0, 5.0, 4.0]) == quartiles_of([1.0, 2.0, 3.0, 4.0, 5.0])
+    found = quartiles_of([1.0, 2.0, 3.0, 4.0, 5.0])
     assert (found.median, found.low, found.high, found.count) == (3.0, 2.0, 4.0, 5)
-    assert (spread([7.0]).low, spread([7.0]).high) == (7.0, 7.0)
+    assert (quartiles_of([7.0]).low, quartiles_of([7.0]).high) == (7.0, 7.0)
 
 
 @pytest.mark.parametrize(("bound", "passes"), [("at least", [False, True, True]), ("at most", [True, True, False])])
 def test_a_goal(bound: str, passes: list[bool]) -> None:
     goal = Goal(bound, 0.5, "ms")
-    assert [goal.check("x", spread([value])).passed for value in (0.49, 0.5, 0.51)] == passes
-    assert goal.check("x", spread([0.4])).detail.endswith(f"goal {bound} 0.5 ms")
+    assert [goal.check("x", quartiles_of([value])).passed for value in (0.49, 0.5, 0.51)] == passes
+    assert goal.check("x", quartiles_of([0.4])).detail.endswith(f"goal {bound} 0.5 ms")
 
 
 def llama_bench(folder: Path) -> Path:

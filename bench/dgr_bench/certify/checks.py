@@ -11,7 +11,7 @@ from dgr import LayerRange, Numerics
 from dgr.model.route import parse_split
 from dgr.model.state_map import ContextShape, expected_frontier, state_map
 from dgr.model.v4 import HyperParameters
-from dgr_bench.certify.measures import Cancellation, CleanUp, LengthRun, MemoryAt
+from dgr_bench.certify.measurements import Cancellation, CleanUp, LengthRun, MemoryAt
 from dgr_bench.certify.profiles import Profile
 from dgr_bench.certify.refusals import EXPECTED, Refusal
 from dgr_bench.results import Check
@@ -318,12 +318,12 @@ def _refused(raw: Raw) -> Check:
     tries = raw.refusals()
     tally.same("tries", len(tries), raw.profile.refusals)
     for index, tried in enumerate(tries):
-        tally.same(f"try {index}, acts", [one.act for one in tried], [one.act for one in tries[0]])
+        tally.same(f"try {index}", [one.case for one in tried], [one.case for one in tries[0]])
         for one, first in zip(tried, tries[0], strict=False):
-            case = f"try {index}, {one.act}"
-            tally.same(f"{case}, answer", one.answer, EXPECTED.get(one.act))
+            case = f"try {index}, {one.case}"
+            tally.same(f"{case}, answer", one.answer, EXPECTED.get(one.case))
             tally.same(f"{case}, words", one.message, first.message)
             tally.hold(one.state_kept, f"{case}: the state afterwards is another")
-    for act in EXPECTED.keys() - {one.act for tried in tries for one in tried}:
-        tally.hold(False, f"{act} was not tried")
+    for case in EXPECTED.keys() - {one.case for tried in tries for one in tried}:
+        tally.hold(False, f"{case} was not tried")
     return tally.check()

@@ -10,8 +10,8 @@ The units of its result, in the order in which they are measured:
     memory/N                    MemoryAt: the stages at a context of N tokens
     refusals/I                  Refusals: everything that must fail, once
 
-(structs of :mod:`~dgr_bench.certify.measures` and :mod:`~dgr_bench.certify.refusals`). Figures and verdicts follow from these
-alone: :mod:`dgr_bench.certify.checks`.
+(structs of :mod:`~dgr_bench.certify.measurements` and :mod:`~dgr_bench.certify.refusals`). Metrics and verdicts follow from
+these alone: :mod:`dgr_bench.certify.checks`.
 """
 
 from __future__ import annotations
@@ -47,8 +47,7 @@ from dgr.model.route_file import RouteFile, read_route_file
 from dgr.model.state_map import ContextShape
 from dgr.testing.models import cached_fixture
 from dgr_bench.certify.checks import verdicts
-from dgr_bench.certify.figures import figures_of, rows_file
-from dgr_bench.certify.measures import (
+from dgr_bench.certify.measurements import (
     CleanUp,
     LengthRun,
     MemoryAt,
@@ -58,15 +57,16 @@ from dgr_bench.certify.measures import (
     run_length,
     run_piped,
 )
+from dgr_bench.certify.metrics import metrics_of, rows_file
 from dgr_bench.certify.profiles import PROFILES, Profile, profile_of
-from dgr_bench.certify.refusals import FOREIGN, REFUSALS_CONTEXT, Act, refusals
+from dgr_bench.certify.refusals import FOREIGN, REFUSALS_CONTEXT, RefusalCase, refusals
 from dgr_bench.certify.report import write_certificate
 from dgr_bench.options import add_run_arguments, add_subject_arguments, exit_code, say
 from dgr_bench.progress import Progress
 from dgr_bench.results import Journal, Result
 from dgr_bench.subjects import PATIENCE, Bare, Stages, Wrap, open_bare, open_stages
 
-__all__ = ["Job", "asked_profile", "certify", "measure", "open_job", "register"]
+__all__ = ["CertifyJob", "asked_profile", "certify", "measure", "open_job", "register"]
 
 _SPLIT = "0:15,15:29,29:43"
 #: A run on several threads that takes this many times as long as one thread has no core to itself: ggml's threads spin.
@@ -75,7 +75,7 @@ _BUSY_SECONDS = 20.0
 
 
 @frozen
-class Job:
+class CertifyJob:
     """What is certified."""
 
     profile: Profile
@@ -88,7 +88,7 @@ class Job:
     wrap: Wrap | None = None
     wrap_whole: Callable[[int], Wrap] | None = None
     #: What is tried that must fail; None: everything.
-    acts: Mapping[str, Act] | None = None
+    refusal_cases: Mapping[str, RefusalCase] | None = None
     #: Further facts for the result, of the real-model lane.
     facts: dict[str, Any] = field(factory=dict)
 
@@ -132,7 +132,7 @@ class _Group:
 class _Certificate:
     """A job under way."""
 
-    def __init__(self, job: Job, journal: Journal | None) -> None:
+    def __init__(self, job: CertifyJob, journal: Journal | None) -> None:
         self.job = job
         self.profile = job.profile
         self._journal = journal
@@ -219,7 +219,7 @@ class _Certificate:
         return await clean_up(stages, self.profile, self.n_vocab)
 
     async def _refuse(self, stages: Stages) -> dict[str, Any]:
-        return {"refusals": await refusals(stages, self.job.acts)}
+        return {"refusals": await refusals(stages, self.job.refusal_cases)}
 
     async def _memory(self, n_ctx: int, _: None) -> MemoryAt:
         context = evolve(self.profile.context, n_ctx=n_ctx)
@@ -314,18 +314,18 @@ def halves(layers: LayerRange) -> tuple[LayerRange, ...]:
     return (LayerRange(layers.begin, middle), LayerRange(middle, layers.end)) if middle > layers.begin else (layers,)
 
 
-async def certify(job: Job, folder: Path, command: str, *, fresh: bool = False) -> Result:
+async def certify(job: CertifyJob, folder: Path, command: str, *, fresh: bool = False) -> Result:
     """Measure what is not measured yet, and judge."""
     journal = Journal.open(folder, "certify", msgspec.to_builtins(job.profile), job.subject(), command, fresh=fresh)
     if journal.result.complete:
         print(f"{folder} holds the whole result; nothing is measured, --fresh begins anew", file=sys.stderr)
     await _Certificate(job, journal).measure()
     units, subject = journal.result.units, journal.result.subject
-    figures = figures_of(job.profile, subject, units, folder)
-    return journal.finish(figures, verdicts(job.profile, subject, units))
+    metrics = metrics_of(job.profile, subject, units, folder)
+    return journal.finish(metrics, verdicts(job.profile, subject, units))
 
 
-async def measure(job: Job) -> dict[str, dict[str, Any]]:
+async def measure(job: CertifyJob) -> dict[str, dict[str, Any]]:
     """The raw units of a job, kept nowhere."""
     certificate = _Certificate(job, None)
     await certificate.measure()
@@ -361,11 +361,13 @@ def asked_profile(args: argparse.Namespace, default: str) -> Profile:
     return profile_of("quick" if args.quick else args.profile or default)
 
 
-def open_job(args: argparse.Namespace, profile: Profile) -> Job:
+def open_job(args: argparse.Namespace, profile: Profile) -> CertifyJob:
     """What the flags of :func:`dgr_bench.options.add_subject_arguments` ask for."""
     if args.route is None:
         artifact = Artifact.open(args.model or cached_fixture("mixed"))
-        return Job(profile, artifact, parse_split(_SPLIT if args.split is None else args.split, artifact.hp.n_layers))
+        return CertifyJob(
+            profile, artifact, parse_split(_SPLIT if args.split is None else args.split, artifact.hp.n_layers)
+        )
     if args.split is not None:
         raise InputError("--split cuts a model in this process, --route names stages elsewhere; give one of them")
     route = read_route_file(args.route)
@@ -373,7 +375,7 @@ def open_job(args: argparse.Namespace, profile: Profile) -> Job:
     if model is None:
         raise InputError("the route file names no model; give --model GGUF: its header says what the stages must hold")
     ranges = tuple(ref.layers for ref in route.route.stages)
-    return Job(profile, Artifact.open(model), ranges, route, link_policy_of(args, route.tls))
+    return CertifyJob(profile, Artifact.open(model), ranges, route, link_policy_of(args, route.tls))
 
 
 def run(args: argparse.Namespace) -> int:

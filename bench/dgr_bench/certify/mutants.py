@@ -23,9 +23,9 @@ from dgr.model.route import parse_split
 from dgr.testing.models import cached_fixture
 from dgr.testing.mutants import Mutant, OffByOne, StaleChunk, StaleRow, SwappedSideband
 from dgr_bench.certify.checks import verdicts
-from dgr_bench.certify.command import Job, measure
+from dgr_bench.certify.command import CertifyJob, measure
 from dgr_bench.certify.profiles import Chunking, Profile
-from dgr_bench.certify.refusals import ACTS, Act
+from dgr_bench.certify.refusals import REFUSAL_CASES, RefusalCase
 from dgr_bench.options import exit_code, say
 from dgr_bench.progress import Progress
 from dgr_bench.reports import heading, machine, write_report
@@ -207,17 +207,17 @@ class MutantCase:
     #: Stands in for the whole model on two threads.
     whole: type[Mutant] | None = None
     #: Stands in for an act that must fail.
-    acts: Mapping[str, Act] | None = None
+    refusal_cases: Mapping[str, RefusalCase] | None = None
     #: Changes the raw units.
     tamper: Callable[[dict[str, dict[str, Any]]], None] | None = None
 
-    def job(self, job: Job) -> Job:
+    def job(self, job: CertifyJob) -> CertifyJob:
         """The job with the mistake in it."""
         if self.engine is not None:
             job = evolve(job, wrap=partial(_at, self.stage, self.engine))
         if self.whole is not None:
             job = evolve(job, wrap_whole=partial(_on_threads, self.whole))
-        return evolve(job, acts=self.acts)
+        return evolve(job, refusal_cases=self.refusal_cases)
 
 
 def _at(stage: int, mutant: type[Mutant], index: int, engine: ShardEngine) -> ShardEngine:
@@ -248,7 +248,7 @@ def _state_lost(units: dict[str, dict[str, Any]]) -> None:
     units["refusals/0"]["refusals"][3]["state_kept"] = False
 
 
-_RIGHT_FRAME = {**ACTS, "cache mismatch": ACTS["context limit n"]}
+_RIGHT_FRAME = {**REFUSAL_CASES, "cache mismatch": REFUSAL_CASES["context limit n"]}
 
 MUTANTS = (
     MutantCase("token ids of neighbours swapped", "split equals whole", SwappedSideband),
@@ -267,13 +267,13 @@ MUTANTS = (
     MutantCase("state beyond the formula", "memory equals the formula", MoreMemory),
     MutantCase("a cache row in every frame", "wire carries the boundary", tamper=_smuggle),
     MutantCase("another answer after a cancellation", "cancelled answers go on", Tired, stage=_TAIL),
-    MutantCase("an act that does not fail", "what must fail fails, always alike", acts=_RIGHT_FRAME),
+    MutantCase("an act that does not fail", "what must fail fails, always alike", refusal_cases=_RIGHT_FRAME),
     MutantCase("an act that fails in another way once", "what must fail fails, always alike", tamper=_one_try_differs),
     MutantCase("an act that changes the state", "what must fail fails, always alike", tamper=_state_lost),
 )
 
 
-async def _failed(job: Job, case: MutantCase | None) -> list[str]:
+async def _failed(job: CertifyJob, case: MutantCase | None) -> list[str]:
     """Names of the checks that fail."""
     units = await measure(job if case is None else case.job(job))
     if case is not None and case.tamper is not None:
@@ -285,7 +285,7 @@ async def selftest(folder: Path, command: str, *, fresh: bool = False) -> Result
     """Run every mutant."""
     model = await trio.to_thread.run_sync(partial(cached_fixture, "mixed", layers=_LAYERS))
     artifact = Artifact.open(model)
-    job = Job(PROFILE, artifact, parse_split(_SPLIT, _LAYERS))
+    job = CertifyJob(PROFILE, artifact, parse_split(_SPLIT, _LAYERS))
     plan = {**msgspec.to_builtins(PROFILE), "mutants": [[case.name, case.check] for case in MUTANTS]}
     journal = Journal.open(folder, "selftest", plan, job.subject(), command, fresh=fresh)
     checks = []

@@ -25,7 +25,7 @@ from dgr.wire import Limits, Link, frames, memory_transports, open_link
 from dgr.wire.frames import Expectation, Key
 from dgr_bench.subjects import Stages, StageState
 
-__all__ = ["ACTS", "EXPECTED", "FOREIGN", "REFUSALS_CONTEXT", "Act", "Refusal", "refusals"]
+__all__ = ["EXPECTED", "FOREIGN", "REFUSALS_CONTEXT", "REFUSAL_CASES", "Refusal", "RefusalCase", "refusals"]
 
 #: Tokens that the context of the stages holds: so few that its limit is reached in a moment.
 REFUSALS_CONTEXT = 256
@@ -55,7 +55,7 @@ EXPECTED = {
 class Refusal(msgspec.Struct, frozen=True, kw_only=True):
     """One try."""
 
-    act: str
+    case: str = msgspec.field(name="act")
     #: The answer, or the type of the error.
     answer: str
     #: Its words; numbers that differ from try to try are not among them.
@@ -178,7 +178,7 @@ def _named(frame: frames.Frame) -> tuple[str, str]:
             return type(frame).__name__, ""
 
 
-# --- the acts, each on a session that holds some tokens ---------------------------------------------------------------
+# --- the cases, each on a session that holds some tokens ---------------------------------------------------------------
 
 
 async def _cache_mismatch(hand: _Hand, _stages: Stages) -> tuple[str, str]:
@@ -291,10 +291,10 @@ async def _beyond_asked(_hand: _Hand, stages: Stages) -> tuple[str, str]:
     return "an answer", ""
 
 
-Act: TypeAlias = Callable[[_Hand, Stages], Awaitable[tuple[str, str]]]
+RefusalCase: TypeAlias = Callable[[_Hand, Stages], Awaitable[tuple[str, str]]]
 
 #: In this order on one session: the context is full when its limit has been reached.
-ACTS: dict[str, Act] = {
+REFUSAL_CASES: dict[str, RefusalCase] = {
     "cache mismatch": _cache_mismatch,
     "truncated prefix": _truncated,
     "prefix from the future": _future,
@@ -308,11 +308,11 @@ ACTS: dict[str, Act] = {
     "context limit n": _limit,
     "context limit n+1": _beyond,
 }
-#: The act that succeeds, and so changes the state.
+#: The case that succeeds, and so changes the state.
 _SUCCEEDS = "context limit n"
 
 
-async def refusals(stages: Stages, acts: Mapping[str, Act] | None = None) -> list[Refusal]:
+async def refusals(stages: Stages, cases: Mapping[str, RefusalCase] | None = None) -> list[Refusal]:
     """Try everything once, on a session of its own. ``stages`` hold :data:`REFUSALS_CONTEXT` tokens for two sessions."""
     found = []
     async with _open_hand(stages) as hand:
@@ -320,12 +320,12 @@ async def refusals(stages: Stages, acts: Mapping[str, Act] | None = None) -> lis
         if not isinstance(begun, frames.Advanced):
             raise SessionLost(f"the prompt was answered with {': '.join(_named(begun))}")
         before = await hand.states()
-        for name, act in (acts or ACTS).items():
-            answer, message = await act(hand, stages)
+        for name, case in (cases or REFUSAL_CASES).items():
+            answer, message = await case(hand, stages)
             after = await hand.states()
             kept = len(before) == len(stages.route.stages) and after == before
             if name == _SUCCEEDS:
                 kept = all(state.position == stages.n_ctx for state in after)
-            found.append(Refusal(act=name, answer=answer, message=message, state_kept=kept))
+            found.append(Refusal(case=name, answer=answer, message=message, state_kept=kept))
             before = after
     return found

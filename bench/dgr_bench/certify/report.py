@@ -28,8 +28,8 @@ certificates against each other part by part."""
 
 def write_certificate(result: Result, folder: Path) -> Path:
     """Write report and plots; gives the report's path."""
-    figures, lengths = result.figures, result.figures["lengths"]
-    open_ends = [f"- {line}" for line in figures["not_certified"]]
+    metrics, lengths = result.metrics, result.metrics["lengths"]
+    open_ends = [f"- {line}" for line in metrics["not_certified"]]
     parts = [
         heading(result, f"Long-context certificate of {result.subject['model']}"),
         _LIMITS,
@@ -47,17 +47,17 @@ def write_certificate(result: Result, folder: Path) -> Path:
             draw(folder, "inter-token", "Time between tokens", "context (tokens)", "milliseconds", _token(lengths)),
             "time between tokens",
         ),
-        _slopes(figures["decode_slope"]),
+        _slopes(metrics["decode_slope"]),
         _lengths_table(lengths),
         "## Memory by context size",
-        *_memory_picture(figures["memory"], folder),
-        _memory(figures["memory"]),
+        *_memory_picture(metrics["memory"], folder),
+        _memory(metrics["memory"]),
         "## Cancellation, clean-up",
-        _cancellation(figures),
-        *_distances(figures["distances"]),
+        _cancellation(metrics),
+        *_distances(metrics["distances"]),
         "## Canary",
         _CANARY,
-        _canary(figures["canary"]),
+        _canary(metrics["canary"]),
         "## What was locked",
         _plan(result.plan),
         "## Machine",
@@ -175,14 +175,14 @@ def _memory(rows: Sequence[Mapping[str, Any]]) -> str:
     return table(heads, [(row["n_ctx"], *(human_bytes(row[key]) for key in keys)) for row in rows])
 
 
-def _cancellation(figures: Mapping[str, Any]) -> str:
+def _cancellation(metrics: Mapping[str, Any]) -> str:
     heads = ("cancelled in", "cases", "caller out p50 ms", "p99 ms", "session usable p50 ms", "p99 ms")
     keys = ("caller_p50_s", "caller_p99_s", "usable_p50_s", "usable_p99_s")
-    rows = [(during, row["cases"], *(_ms(row[key]) for key in keys)) for during, row in figures["cancellation"].items()]
+    rows = [(during, row["cases"], *(_ms(row[key]) for key in keys)) for during, row in metrics["cancellation"].items()]
     text = table(heads, rows)
-    if figures["clean_up"] is not None:
+    if metrics["clean_up"] is not None:
         text += (
-            f"\n\nA session is gone from every stage {_ms(figures['clean_up']['seconds'])} ms after its block was left."
+            f"\n\nA session is gone from every stage {_ms(metrics['clean_up']['seconds'])} ms after its block was left."
         )
     return text
 

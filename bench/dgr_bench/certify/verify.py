@@ -1,4 +1,4 @@
-"""``dgr-bench verify``: a certificate's figures and verdicts computed again from its raw units, and a few lengths run again."""
+"""``dgr-bench verify``: a certificate's metrics and verdicts computed again from its raw units, and a few lengths run again."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from attrs import evolve
 from dgr.cli.options import add_link_arguments
 from dgr.errors import InputError
 from dgr_bench.certify.checks import verdicts
-from dgr_bench.certify.command import Job, certify, open_job
-from dgr_bench.certify.figures import figures_of
+from dgr_bench.certify.command import CertifyJob, certify, open_job
+from dgr_bench.certify.metrics import metrics_of
 from dgr_bench.certify.profiles import PROFILES, Profile
 from dgr_bench.options import add_subject_arguments
 from dgr_bench.results import Check, Result, read_result
@@ -29,7 +29,7 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
     """Add the command."""
     parser = subparsers.add_parser(
         "verify",
-        help="recompute a certificate from its raw figures, and run a few of its lengths again",
+        help="recompute a certificate from its raw metrics, and run a few of its lengths again",
         description="Compute every figure and every verdict of a certificate again from its raw JSON, then run a few of its"
         " lengths again on the same model and compare tokens, logits and the digest of every component of the state."
         " Exit code 1 when anything differs.",
@@ -78,7 +78,7 @@ def profile_in(result: Result) -> Profile:
 
 
 def recompute(result: Result, profile: Profile, folder: Path) -> list[Check]:
-    """The figures and verdicts of a result against the same from its raw units."""
+    """The metrics and verdicts of a result against the same from its raw units."""
     known = PROFILES.get(profile.name)
     locked = known is None or known == profile
     units, subject = result.units, result.subject
@@ -93,13 +93,13 @@ def recompute(result: Result, profile: Profile, folder: Path) -> list[Check]:
         )
     ]
     try:
-        figures = msgspec.json.decode(msgspec.json.encode(figures_of(profile, subject, units, folder)))
+        metrics = msgspec.json.decode(msgspec.json.encode(metrics_of(profile, subject, units, folder)))
         judged = verdicts(profile, subject, units)
     except (msgspec.ValidationError, KeyError, ValueError, ArithmeticError) as error:
         detail = f"the raw units cannot be read: {type(error).__name__}: {error}"
         return [*checks, Check(name="raw units", passed=False, cases=1, detail=detail)]
-    wrong = sorted(_different("", result.figures, figures))
-    checks.append(_check("figures", len(_leaves("", figures)), wrong))
+    wrong = sorted(_different("", result.metrics, metrics))
+    checks.append(_check("metrics", len(_leaves("", metrics)), wrong))
     claimed = {check.name: check for check in result.checks}
     wrong = [
         f"{name}: claimed {_said(claimed.get(name))}, recomputed {_said(again.get(name))}"
@@ -111,7 +111,7 @@ def recompute(result: Result, profile: Profile, folder: Path) -> list[Check]:
     return checks
 
 
-def rerun(result: Result, profile: Profile, job: Job, command: str) -> list[Check]:
+def rerun(result: Result, profile: Profile, job: CertifyJob, command: str) -> list[Check]:
     """A few lengths measured again: tokens, logits and component digests must be those of the result."""
     if job.artifact.identity != result.subject["artifact"]:
         raise InputError(

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dgr_bench import reports
-from dgr_bench.drill.disturbances import ACTS, Case, Outcome, Setting
-from dgr_bench.drill.ring import Point
+from dgr_bench.drill.fault_injection import FAULTS, DrillCase, Outcome, Scenario
+from dgr_bench.drill.ring import RingPoint
 from dgr_bench.plots import BLUE, GREEN, GREY, RED, draw
 from dgr_bench.results import Result
 
@@ -17,56 +17,58 @@ if TYPE_CHECKING:
 __all__ = ["write"]
 
 _MARKERS = {"prefill": "o", "token 1": "s", "token n": "^", "cancel": "D", "twice": "v"}
-_COLOURS = dict(zip(ACTS, (RED, BLUE, GREEN, GREY), strict=True))
+_COLOURS = dict(zip(FAULTS, (RED, BLUE, GREEN, GREY), strict=True))
 
 
 def write(
-    result: Result, folder: Path, found: list[tuple[Case, Outcome]], points: list[Point], setting: Setting
+    result: Result, folder: Path, found: list[tuple[DrillCase, Outcome]], points: list[RingPoint], scenario: Scenario
 ) -> Path:
     """Write ``report.md`` and the plots."""
     parts = [reports.heading(result, "Drill"), reports.verdicts(result)]
-    if any(case.act != "slow" for case, _ in found):
-        parts += ["## Losses", _losses(result), _pictures(folder, found, setting), _cases(found, setting)]
-    if result.figures["slow"]:
+    if any(case.fault != "slow" for case, _ in found):
+        parts += ["## Losses", _losses(result), _pictures(folder, found, scenario), _cases(found, scenario)]
+    if result.metrics["slow"]:
         parts += ["## A slow cable", _slow(result)]
     if points:
-        parts += ["## A delayed ring", _ring(points), _ring_picture(folder, points, len(setting.split) + 1)]
+        parts += ["## A delayed ring", _ring(points), _ring_picture(folder, points, len(scenario.split) + 1)]
     parts += ["## Machine", reports.machine(result)]
     return reports.write_report(folder, *parts)
 
 
 def _losses(result: Result) -> str:
     rows = []
-    for name, times in result.figures["losses"].items():
+    for name, times in result.metrics["losses"].items():
         cells = [
             times.get(what, {}).get(which) for what in ("detected_ms", "recovered_ms") for which in ("median", "worst")
         ]
         rows.append((name, *("none" if cell is None else f"{cell:.0f}" for cell in cells)))
-    heads = ("act/stage", "told after, ms", "worst", "next token after, ms", "worst")
+    heads = ("act/stage", "reported after, ms", "worst", "next token after, ms", "worst")
     return reports.table(heads, rows)
 
 
-def _cases(found: list[tuple[Case, Outcome]], setting: Setting) -> str:
+def _cases(found: list[tuple[DrillCase, Outcome]], scenario: Scenario) -> str:
     rows = []
     for case, outcome in found:
-        told = ", ".join("never" if one.detected is None else f"{1e3 * one.detected:.0f}" for one in outcome.strikes)
-        back = ", ".join(f"{1e3 * one.recovered:.0f}" for one in outcome.strikes if one.recovered is not None)
+        reported = ", ".join(
+            "never" if one.detected is None else f"{1e3 * one.detected:.0f}" for one in outcome.injections
+        )
+        back = ", ".join(f"{1e3 * one.recovered:.0f}" for one in outcome.injections if one.recovered is not None)
         again = ", ".join(map(str, outcome.reprefilled)) or "none"
-        if case.act != "slow":
-            rows.append((case.name(setting), told, back or "none", again, outcome.error or "answered"))
-    heads = ("case", "told after, ms", "next token after, ms", "tokens re-prefilled", "outcome")
+        if case.fault != "slow":
+            rows.append((case.name(scenario), reported, back or "none", again, outcome.error or "answered"))
+    heads = ("case", "reported after, ms", "next token after, ms", "tokens re-prefilled", "outcome")
     return reports.table(heads, rows)
 
 
 def _slow(result: Result) -> str:
     rows = [
         (name, f"{times['added_ms']:g}", f"{times['usual_ms']:.1f}", f"{times['slow_ms']:.1f}")
-        for name, times in result.figures["slow"].items()
+        for name, times in result.metrics["slow"].items()
     ]
     return reports.table(("act/stage", "added, ms a token", "usual, ms a token", "slow, ms a token"), rows)
 
 
-def _ring(points: list[Point]) -> str:
+def _ring(points: list[RingPoint]) -> str:
     rows = [
         (
             f"{one.delay_ms:g}",
@@ -93,21 +95,21 @@ def _ring(points: list[Point]) -> str:
     return reports.table(heads, rows)
 
 
-def _pictures(folder: Path, found: list[tuple[Case, Outcome]], setting: Setting) -> str:
+def _pictures(folder: Path, found: list[tuple[DrillCase, Outcome]], scenario: Scenario) -> str:
     pictures = []
     for stem, title, what in (
-        ("detection", "A loss is told", "from the act to the pipeline's event, ms"),
+        ("detection", "A loss is reported", "from the act to the pipeline's event, ms"),
         ("recovery", "The answer goes on", "from the act to the next token, ms"),
     ):
-        lost = [(case, outcome) for case, outcome in found if case.act != "slow"]
+        lost = [(case, outcome) for case, outcome in found if case.fault != "slow"]
 
-        def paint(axes: Axes, stem: str = stem, lost: list[tuple[Case, Outcome]] = lost) -> None:
-            places = sorted({(ACTS.index(case.act), case.stage) for case, _ in lost})
+        def paint(axes: Axes, stem: str = stem, lost: list[tuple[DrillCase, Outcome]] = lost) -> None:
+            places = sorted({(FAULTS.index(case.fault), case.stage) for case, _ in lost})
             for moment, marker in _MARKERS.items():
                 spots = [
-                    (places.index((ACTS.index(case.act), case.stage)), 1e3 * seconds, case.act)
+                    (places.index((FAULTS.index(case.fault), case.stage)), 1e3 * seconds, case.fault)
                     for case, outcome in lost
-                    for one in outcome.strikes
+                    for one in outcome.injections
                     if case.moment == moment
                     and (seconds := one.detected if stem == "detection" else one.recovered) is not None
                 ]
@@ -122,7 +124,7 @@ def _pictures(folder: Path, found: list[tuple[Case, Outcome]], setting: Setting)
             else:
                 axes.set_ylim(bottom=0)
             axes.set_xlim(-0.6, len(places) - 0.4)
-            names = [f"{setting.stage_name(stage)}\n{ACTS[act]}" for act, stage in places]
+            names = [f"{scenario.stage_name(stage)}\n{FAULTS[act]}" for act, stage in places]
             axes.set_xticks(range(len(places)), names)
             axes.grid(visible=False, axis="x")
 
@@ -131,7 +133,7 @@ def _pictures(folder: Path, found: list[tuple[Case, Outcome]], setting: Setting)
     return "\n".join(pictures)
 
 
-def _ring_picture(folder: Path, points: list[Point], hops: int) -> str:
+def _ring_picture(folder: Path, points: list[RingPoint], hops: int) -> str:
     def paint(axes: Axes) -> None:
         delays = [one.delay_ms for one in points]
         axes.plot(

@@ -14,10 +14,10 @@ import trio
 from dgr import Generation
 from dgr.errors import DeadlineExceeded, DgrError
 from dgr.testing.cables import Cable
-from dgr_bench.drill.disturbances import Remains, Setting, open_stand
+from dgr_bench.drill.fault_injection import Leftovers, Scenario, open_testbed
 from dgr_bench.results import median
 
-__all__ = ["Delays", "Point", "Round", "Times", "points_of", "run_round"]
+__all__ = ["Delays", "RingPoint", "RingRound", "Times", "points_of", "run_round"]
 
 #: Seconds after which a round hangs.
 _HANG = 300.0
@@ -48,17 +48,17 @@ class Times(msgspec.Struct, kw_only=True):
     delayed: list[float] = []
 
 
-class Round(msgspec.Struct, kw_only=True):
+class RingRound(msgspec.Struct, kw_only=True):
     """One pass over all delays."""
 
     #: Type and message of the error that it ended with; empty when it ended well.
     error: str = ""
     #: By delay in milliseconds.
     times: dict[str, Times] = {}
-    remains: Remains = msgspec.field(default_factory=Remains)
+    leftovers: Leftovers = msgspec.field(name="remains", default_factory=Leftovers)
 
 
-class Point(msgspec.Struct, frozen=True, kw_only=True):
+class RingPoint(msgspec.Struct, frozen=True, kw_only=True):
     """A delay, over all rounds; times are medians in milliseconds a token."""
 
     delay_ms: float
@@ -86,16 +86,16 @@ def name_of(delay_ms: float) -> str:
     return f"{delay_ms:g}"
 
 
-async def run_round(model: Path, setting: Setting, delays: Delays, number: int) -> Round:
+async def run_round(model: Path, scenario: Scenario, delays: Delays, number: int) -> RingRound:
     """Measure every delay once; odd rounds go downwards. An error is part of what comes back."""
-    found = Round()
+    found = RingRound()
     order = delays.delays_ms if number % 2 == 0 else tuple(reversed(delays.delays_ms))
     n_tokens = 1 + len(order) * delays.turns * 3 * (_SETTLE + delays.tokens)
-    longer = msgspec.structs.replace(setting, answer=n_tokens, prompt=setting.chunk)
-    hops = len(setting.split) + 1
+    longer = msgspec.structs.replace(scenario, answer=n_tokens, prompt=scenario.chunk)
+    hops = len(scenario.split) + 1
     try:
         with trio.move_on_after(_HANG) as patience:
-            async with open_stand(model, longer, found.remains) as stand, stand.pipeline.session() as session:
+            async with open_testbed(model, longer, found.leftovers) as testbed, testbed.pipeline.session() as session:
                 answer = session.generate(longer.tokens(0), max_tokens=n_tokens, stop=())
                 await anext(answer)
                 for delay in (delay_ms / 1e3 for delay_ms in order):
@@ -103,9 +103,9 @@ async def run_round(model: Path, setting: Setting, delays: Delays, number: int) 
                     for _ in range(delays.turns):
                         times.usual += await _pace(answer, delays.tokens)
                         times.rested += await _pace(answer, delays.tokens, rest=hops * delay)
-                        _delay(stand.cables, delay)
+                        _delay(testbed.cables, delay)
                         times.delayed += await _pace(answer, delays.tokens)
-                        _delay(stand.cables, 0.0)
+                        _delay(testbed.cables, 0.0)
         if patience.cancelled_caught:
             raise DeadlineExceeded(f"the round had not ended after {_HANG:g} s")
     except (DgrError, OSError, trio.TooSlowError, ExceptionGroup) as error:
@@ -131,7 +131,7 @@ async def _pace(answer: Generation, count: int, rest: float = 0.0) -> list[float
     return times
 
 
-def points_of(rounds: list[Round], delays: Delays, n_stages: int) -> list[Point]:
+def points_of(rounds: list[RingRound], delays: Delays, n_stages: int) -> list[RingPoint]:
     """The delays that were measured, over all rounds."""
     points = []
     for delay_ms in delays.delays_ms:
@@ -139,7 +139,7 @@ def points_of(rounds: list[Round], delays: Delays, n_stages: int) -> list[Point]
         delayed = [seconds for one in times for seconds in one.delayed]
         if delayed:
             points.append(
-                Point(
+                RingPoint(
                     delay_ms=delay_ms,
                     added_ms=(n_stages + 1) * delay_ms,
                     usual_ms=1e3 * median(seconds for one in times for seconds in one.usual),

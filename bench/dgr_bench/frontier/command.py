@@ -4,7 +4,7 @@ Three subjects of the same model, one thread an engine: ``one``, a pipeline of o
 whole model, which is llama.cpp's own run without a runtime around it; ``split``, a pipeline of several stages. For every
 length each of them begins a fresh session, prefills the same prompt of exactly so many token ids in chunks, and then they
 draw tokens in turns (one, whole, split, one, …), so that whatever else the machine does hits all alike. A fourth one,
-``yardstick``, draws in turns with them: the bare engine again, after a short prompt at every length, so that its tokens tell
+the ``baseline``, draws in turns with them: the bare engine again, after a short prompt at every length, so that its tokens tell
 how fast the machine is at that time. End-of-text ends nothing. With ``--upstream`` a stage in native numerics and upstream's
 llama-bench decode at the same depths.
 
@@ -44,14 +44,24 @@ from dgr.testing.chain import cut_at, some_tokens
 from dgr.testing.models import cached_fixture
 from dgr.testing.mutants import Mutant
 from dgr_bench.frontier import report as frontier_report
-from dgr_bench.frontier.figures import GOAL, SUBJECTS, At, BesideUpstream, Plan, Run, checks, figures
+from dgr_bench.frontier.metrics import (
+    BASELINE,
+    GOAL,
+    SUBJECTS,
+    At,
+    BesideUpstream,
+    FrontierPlan,
+    SubjectRun,
+    checks,
+    metrics,
+)
 from dgr_bench.options import add_run_arguments, exit_code, say
 from dgr_bench.progress import Progress
 from dgr_bench.results import Journal
 from dgr_bench.subjects import Bare, Conversation, Wrap, open_bare, open_stages
 from dgr_bench.upstream import LlamaBench, find_llama_bench, parse_samples
 
-__all__ = ["Job", "frontier", "measure", "register", "run"]
+__all__ = ["FrontierJob", "frontier", "measure", "register", "run"]
 
 _LENGTHS, _QUICK_LENGTHS = (512, 1024, 2048, 4096, 8192), (64, 256, 512)
 _DECODE, _QUICK_DECODE = 256, 16
@@ -64,10 +74,10 @@ _BLOCKS = 8
 
 
 @frozen
-class Job:
+class FrontierJob:
     """What is measured."""
 
-    plan: Plan
+    plan: FrontierPlan
     artifact: Artifact
     #: Upstream's llama-bench; None: it is not run.
     llama_bench: Path | None = None
@@ -158,10 +168,10 @@ class Subject:
 
 
 @asynccontextmanager
-async def open_subject(job: Job, name: str) -> AsyncIterator[Subject]:
+async def open_subject(job: FrontierJob, name: str) -> AsyncIterator[Subject]:
     """Load one of :data:`SUBJECTS`."""
     stopwatch, chunk = Stopwatch(job.wraps.get(name)), job.plan.chunk
-    if name in ("whole", "yardstick"):
+    if name in ("whole", BASELINE):
         async with open_bare(job.artifact, job.context(name), wrap=stopwatch) as engine:
 
             @asynccontextmanager
@@ -180,10 +190,10 @@ async def open_subject(job: Job, name: str) -> AsyncIterator[Subject]:
             yield Subject(name, stopwatch, partial(stages.conversation, pipeline), pipeline.events())
 
 
-async def run_length(job: Job, subjects: Sequence[Subject], length: int) -> At:
+async def run_length(job: FrontierJob, subjects: Sequence[Subject], length: int) -> At:
     """Every subject prefills a prompt; then they draw tokens in turns."""
     plan, n_vocab = job.plan, job.artifact.hp.n_vocab
-    at = At(length=length, runs={subject.name: Run() for subject in subjects})
+    at = At(length=length, runs={subject.name: SubjectRun() for subject in subjects})
     first = plan.lengths.index(length) % len(subjects)  # no subject is always the first to prefill
     async with AsyncExitStack() as stack:
         talks = [await stack.enter_async_context(subject.conversation()) for subject in subjects]
@@ -210,7 +220,7 @@ async def run_length(job: Job, subjects: Sequence[Subject], length: int) -> At:
 # --- beside upstream -------------------------------------------------------------------------------------------------
 
 
-async def run_upstream(job: Job, length: int) -> BesideUpstream:
+async def run_upstream(job: FrontierJob, length: int) -> BesideUpstream:
     """One stage in native numerics, and llama-bench after it, at the same depth; a context as long as the test."""
     decode, artifact = job.plan.decode, job.artifact
     assert job.llama_bench is not None
@@ -263,7 +273,7 @@ async def seconds_per_token(theirs: LlamaBench, depth: int, tokens: int) -> list
 # --- measuring -------------------------------------------------------------------------------------------------------
 
 
-async def measure(job: Job, journal: Journal) -> None:
+async def measure(job: FrontierJob, journal: Journal) -> None:
     """Measure the lengths that are missing in the journal; those that ended in an error are tried again."""
     plan = job.plan
     steps = [(f"length/{length}", _cost(length)) for length in plan.lengths]
@@ -302,11 +312,11 @@ def _cost(length: int) -> float:
     return 200 + length * (1 + length / 8192)
 
 
-async def frontier(job: Job, journal: Journal) -> None:
+async def frontier(job: FrontierJob, journal: Journal) -> None:
     """Measure what is missing, and judge."""
     await measure(job, journal)
     units = journal.result.units
-    journal.finish(figures(job.plan, units), checks(job.plan, units))
+    journal.finish(metrics(job.plan, units), checks(job.plan, units))
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
@@ -372,7 +382,7 @@ def _lengths(text: str) -> tuple[int, ...]:
     return lengths
 
 
-def _plan(args: argparse.Namespace, n_layers: int) -> Plan:
+def _plan(args: argparse.Namespace, n_layers: int) -> FrontierPlan:
     lengths = _lengths(args.lengths) if args.lengths is not None else _QUICK_LENGTHS if args.quick else _LENGTHS
     decode = args.decode if args.decode is not None else _QUICK_DECODE if args.quick else _DECODE
     if not _BLOCKS <= decode <= 1 << 20:
@@ -383,7 +393,7 @@ def _plan(args: argparse.Namespace, n_layers: int) -> Plan:
         ranges = cut_at(n_layers, sorted({n_layers // 3, 2 * n_layers // 3} - {0}))
     else:
         ranges = parse_split(args.split, n_layers)
-    return Plan(
+    return FrontierPlan(
         name="frontier, quick" if args.quick else "frontier",
         lengths=lengths,
         decode=decode,
@@ -400,7 +410,7 @@ def run(args: argparse.Namespace) -> int:
     """Measure, report, judge."""
     artifact = Artifact.open(args.model or cached_fixture("mixed"))
     plan = _plan(args, artifact.hp.n_layers)
-    job = Job(plan, artifact)
+    job = FrontierJob(plan, artifact)
     job.check()
     if plan.upstream:
         job = evolve(job, llama_bench=find_llama_bench(args.llama_bench))

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dgr_bench import reports
-from dgr_bench.frontier.figures import Line, Plan
+from dgr_bench.frontier.metrics import BASELINE, FrontierPlan, Line
 from dgr_bench.plots import BLUE, GREEN, GREY, draw
 from dgr_bench.results import Result
 
@@ -20,8 +20,8 @@ _LOOKS = {"one": (BLUE, "o"), "whole": (GREY, "s"), "split": (GREEN, "^")}
 
 _HOW = """Every subject runs one thread an engine and begins a fresh session for every length. The last chunk's time is from
 the end of the chunk before it; stages work on several chunks at once. In decode the subjects draw tokens in turns, at the
-same context, and so does a yardstick: the whole model after a short prompt. What a token took over the yardstick's next to
-it, times the yardstick's usual time, is its time at steady speed. Medians, with quartiles in brackets."""
+same context, and so does a baseline: the whole model after a short prompt. What a token took over the baseline's next to
+it, times the baseline's usual time, is its time at steady speed. Medians, with quartiles in brackets."""
 
 _LINES = """Least squares through the medians at steady speed; the interval is of a block bootstrap over pairs of tokens, the
 last range is of the ratio with each length left out in turn."""
@@ -30,9 +30,9 @@ _UPSTREAM = """A pipeline of one stage in native numerics, then llama-bench at t
 start, load and prefill untimed): medians over blocks of tokens. The two sides do not alternate: compare slopes."""
 
 
-def write(result: Result, plan: Plan, folder: Path) -> Path:
+def write(result: Result, plan: FrontierPlan, folder: Path) -> Path:
     """Write ``report.md`` and the plots."""
-    figures, lengths = result.figures, result.figures["lengths"]
+    metrics, lengths = result.metrics, result.metrics["lengths"]
     names = _names(plan)
     parts = [reports.heading(result, "Speed over context"), reports.verdicts(result), _HOW]
     if lengths:
@@ -41,18 +41,18 @@ def write(result: Result, plan: Plan, folder: Path) -> Path:
             _prefill(lengths, names),
             _prefill_picture(folder, lengths, names, plan.chunk),
             "## Decode",
-            _measured(lengths, {**names, "yardstick": "yardstick"}),
+            _measured(lengths, {**names, BASELINE: "baseline"}),
             _steady(lengths, names),
             _LINES,
-            _lines(figures["decode"], names),
-            _decode_picture(folder, figures, names),
+            _lines(metrics["decode"], names),
+            _decode_picture(folder, metrics, names),
         ]
-    if figures["upstream"] is not None:
-        parts += ["## Beside upstream's llama-bench", _UPSTREAM, *_upstream(figures["upstream"])]
+    if metrics["upstream"] is not None:
+        parts += ["## Beside upstream's llama-bench", _UPSTREAM, *_upstream(metrics["upstream"])]
     return reports.write_report(folder, *parts, "## Machine", reports.machine(result))
 
 
-def _names(plan: Plan) -> dict[str, str]:
+def _names(plan: FrontierPlan) -> dict[str, str]:
     """Subjects as people call them."""
     stages = plan.split.count(",") + 1
     names = {"one": "one stage", "whole": "whole model", "split": f"{stages} stages"}
@@ -183,8 +183,8 @@ def _prefill_picture(folder: Path, lengths: Sequence[Mapping[str, Any]], names: 
     return reports.picture(path, "prefill speed over the prompt's length")
 
 
-def _decode_picture(folder: Path, figures: Mapping[str, Any], names: Mapping[str, str]) -> str:
-    lengths = figures["lengths"]
+def _decode_picture(folder: Path, metrics: Mapping[str, Any], names: Mapping[str, str]) -> str:
+    lengths = metrics["lengths"]
 
     def paint(axes: Axes) -> None:
         xs = [row["length"] for row in lengths]
@@ -196,7 +196,7 @@ def _decode_picture(folder: Path, figures: Mapping[str, Any], names: Mapping[str
                 [one["median"] - one["low"] for one in spreads],
                 [one["high"] - one["median"] for one in spreads],
             ]
-            found = figures["decode"][name]
+            found = metrics["decode"][name]
             fitted = Line(found["slope_ms_per_1000"], found["base_ms"])
             axes.errorbar(xs, medians, yerr=quartiles, fmt=marker, color=colour, capsize=3, elinewidth=1)
             label = f"{text}: {fitted.base_ms:.1f} ms {fitted.slope_ms:+.3f} ms per 1000 tokens"

@@ -8,7 +8,7 @@ Four comparisons on one artifact with equal settings (batch, sub-batch, context,
 * a hop of one token's boundary, in process and over loopback TLS, beyond its wire (see ``dgr_bench.overhead.hops``).
 
 The two sides of a comparison alternate round by round, and so does who begins. Prefill is timed from the prompt to the first
-token; decoding from an answer's first token to its last, drawn greedily. llama-bench draws no token and its figures hold no
+token; decoding from an answer's first token to its last, drawn greedily. llama-bench draws no token and its metrics hold no
 start, load or warm-up; its tests are as many tokens at the same positions.
 
 Units, beside those of ``dgr_bench.overhead.hops``:
@@ -41,14 +41,14 @@ from dgr_bench.options import add_run_arguments, exit_code, say
 from dgr_bench.overhead import hops
 from dgr_bench.plots import BLUE, GREY, RED, draw
 from dgr_bench.progress import Progress
+from dgr_bench.quartiles import Goal, Quartiles, quartiles_of
 from dgr_bench.results import Check, Journal, Result
-from dgr_bench.spreads import Goal, Spread, spread
 from dgr_bench.upstream import LlamaBench, find_llama_bench
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["Comparison", "checks", "comparisons", "figures", "measure", "register"]
+__all__ = ["Comparison", "checks", "comparisons", "measure", "metrics", "register"]
 
 #: Seconds that one run of one side took.
 Timed: TypeAlias = Callable[[], Awaitable[float]]
@@ -184,7 +184,7 @@ async def measure(journal: Journal, compared: Sequence[Comparison], bar: Progres
                 bar.done()
 
 
-# --- figures and verdicts --------------------------------------------------------------------------------------------
+# --- metrics and verdicts --------------------------------------------------------------------------------------------
 
 
 def ratios(units: Mapping[str, dict[str, Any]]) -> dict[str, list[float]]:
@@ -196,24 +196,26 @@ def ratios(units: Mapping[str, dict[str, Any]]) -> dict[str, list[float]]:
     return found
 
 
-def figures(units: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+def metrics(units: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     """Spreads of the ratios; and tokens a second of both sides, for a feeling of the size."""
     found: dict[str, Any] = {}
     for name, values in ratios(units).items():
         rounds = [unit for key, unit in units.items() if key.rpartition(", round ")[0] == name]
         found[name] = {
-            "ratio": spread(values),
-            "ours_tokens_per_s": spread([unit["tokens"] / unit["ours_s"] for unit in rounds]),
-            "theirs_tokens_per_s": spread([unit["tokens"] / unit["theirs_s"] for unit in rounds]),
+            "ratio": quartiles_of(values),
+            "ours_tokens_per_s": quartiles_of([unit["tokens"] / unit["ours_s"] for unit in rounds]),
+            "theirs_tokens_per_s": quartiles_of([unit["tokens"] / unit["theirs_s"] for unit in rounds]),
         }
-    return {"speed": found, "hops": hops.figures(units)}
+    return {"speed": found, "hops": hops.metrics(units)}
 
 
 def checks(units: Mapping[str, dict[str, Any]], compared: Sequence[Comparison]) -> list[Check]:
     """Every goal."""
     found = ratios(units)
     verdicts = [
-        each.goal.check(f"speed of {each.name}", spread(found[each.name])) for each in compared if each.goal is not None
+        each.goal.check(f"speed of {each.name}", quartiles_of(found[each.name]))
+        for each in compared
+        if each.goal is not None
     ]
     return [*verdicts, *hops.checks(units)]
 
@@ -279,14 +281,14 @@ def run(args: argparse.Namespace) -> int:
         trio.run(measure, journal, compared, bar)
         trio.run(hops.measure, journal, hop_plan, bar)
     units = journal.result.units
-    result = journal.finish(figures(units), checks(units, compared))
+    result = journal.finish(metrics(units), checks(units, compared))
     _report(result, journal, compared)
     say(result, args.out, args.json)
     return exit_code(result)
 
 
 def _report(result: Result, journal: Journal, compared: Sequence[Comparison]) -> None:
-    speed = figures(result.units)["speed"]
+    speed = metrics(result.units)["speed"]
     rows = [
         (
             each.name,
@@ -310,7 +312,7 @@ def _report(result: Result, journal: Journal, compared: Sequence[Comparison]) ->
     )
 
 
-def _plot(folder: Path, compared: Sequence[Comparison], speed: Mapping[str, Mapping[str, Spread]]) -> str:
+def _plot(folder: Path, compared: Sequence[Comparison], speed: Mapping[str, Mapping[str, Quartiles]]) -> str:
     """Bars of ratios with their quartiles; the goal as a line."""
 
     def paint(axes: Axes) -> None:

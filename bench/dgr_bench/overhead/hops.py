@@ -26,13 +26,13 @@ from dgr_bench.options import add_run_arguments, exit_code, say
 from dgr_bench.overhead.echo import Echo, bare_round, link_round, open_echo, open_echo_link, payload_bytes
 from dgr_bench.plots import BLUE, GREY, RED, draw
 from dgr_bench.progress import Progress
+from dgr_bench.quartiles import Goal, quartiles_of
 from dgr_bench.results import Check, Journal, Result
-from dgr_bench.spreads import Goal, spread
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-__all__ = ["GOALS", "SHAPES", "TRANSPORTS", "checks", "figures", "measure", "plan", "register", "report_part"]
+__all__ = ["GOALS", "SHAPES", "TRANSPORTS", "checks", "measure", "metrics", "plan", "register", "report_part"]
 
 TRANSPORTS = ("memory", "tcp", "tls")
 #: Name of a shape -> tokens of its frame.
@@ -124,10 +124,10 @@ async def _count(echo: Echo, tokens: int, rounds: int) -> dict[str, Any]:
 _QUIET = 0.1
 
 
-# --- figures and verdicts --------------------------------------------------------------------------------------------
+# --- metrics and verdicts --------------------------------------------------------------------------------------------
 
 
-def figures(units: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def metrics(units: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Per unit: spreads of the extra milliseconds a hop and of the ratio, or the bytes a frame."""
     found = {}
     for name, unit in units.items():
@@ -137,17 +137,17 @@ def figures(units: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
         elif "link_ms" in unit:
             pairs = list(zip(unit["link_ms"], unit["bare_ms"], strict=True))
             found[name] = {
-                "bare_ms": spread(unit["bare_ms"]),
-                "link_ms": spread(unit["link_ms"]),
-                "extra_ms_per_hop": spread([(link - bare) / 2 for link, bare in pairs]),
-                "ratio": spread([link / bare for link, bare in pairs]),
+                "bare_ms": quartiles_of(unit["bare_ms"]),
+                "link_ms": quartiles_of(unit["link_ms"]),
+                "extra_ms_per_hop": quartiles_of([(link - bare) / 2 for link, bare in pairs]),
+                "ratio": quartiles_of([link / bare for link, bare in pairs]),
             }
     return found
 
 
 def checks(units: Mapping[str, dict[str, Any]]) -> list[Check]:
     """The goals for one token's boundary."""
-    found = figures(units)
+    found = metrics(units)
     verdicts = []
     for transport in TRANSPORTS:
         timed, counted = f"{transport}, decode", f"{transport}, decode, bytes"
@@ -188,7 +188,7 @@ def run(args: argparse.Namespace) -> int:
     journal = Journal.open(args.out, "hops", locked, {"boundary": "V4 Flash"}, args.command_line, fresh=args.fresh)
     with Progress("hops", len(transports)) as bar:
         trio.run(measure, journal, locked, bar)
-    result = journal.finish(figures(journal.result.units), checks(journal.result.units))
+    result = journal.finish(metrics(journal.result.units), checks(journal.result.units))
     reports.write_report(
         args.out,
         reports.heading(result, "A hop"),
@@ -202,7 +202,7 @@ def run(args: argparse.Namespace) -> int:
 
 def report_part(result: Result, journal: Journal) -> str:
     """Tables and the plot, for any result with units of hops."""
-    found = figures(result.units)
+    found = metrics(result.units)
     times = [
         (
             *name.split(", "),
@@ -234,7 +234,7 @@ def report_part(result: Result, journal: Journal) -> str:
 
 
 def _plot(result: Result, journal: Journal) -> str:
-    found = figures(result.units)
+    found = metrics(result.units)
     names = [name for name in TRANSPORTS if f"{name}, decode" in found]
 
     def paint(axes: Axes) -> None:

@@ -13,7 +13,7 @@ import trio
 from dgr import Artifact
 from dgr.testing.models import cached_fixture
 from dgr.testing.processes import open_up, write_route
-from dgr_bench.certify import real
+from dgr_bench.certify import real_model
 from dgr_bench.certify.mutants import PROFILE
 from dgr_bench.cli import main
 from dgr_bench.results import read_result
@@ -29,7 +29,7 @@ def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     path = tmp_path / "storage" / "model.gguf"
     path.parent.mkdir()
     shutil.copy(cached_fixture("mixed", layers=LAYERS), path)
-    monkeypatch.setenv(real.VARIABLE, str(path))
+    monkeypatch.setenv(real_model.VARIABLE, str(path))
     return path
 
 
@@ -41,7 +41,7 @@ def profile(tmp_path: Path) -> str:
 
 
 def test_it_is_opt_in(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    monkeypatch.delenv(real.VARIABLE, raising=False)
+    monkeypatch.delenv(real_model.VARIABLE, raising=False)
     assert main(["real", "--split", "0:43"]) == 2
     assert "DGR_MODEL is not set" in capsys.readouterr().err
 
@@ -54,11 +54,11 @@ def test_it_wants_to_know_the_stages(model: Path, capsys: pytest.CaptureFixture[
 def test_files_under_home_are_refused_through_links_too(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    monkeypatch.setattr(real, "_FORBIDDEN", model.parent)
+    monkeypatch.setattr(real_model, "_FORBIDDEN", model.parent)
     link = tmp_path / "link.gguf"
     link.symlink_to(model)
     for name in (model, link):
-        monkeypatch.setenv(real.VARIABLE, str(name))
+        monkeypatch.setenv(real_model.VARIABLE, str(name))
         assert main(["real", "--split", "0:7", "--check"]) == 2
         assert "keep model files on mounted storage" in capsys.readouterr().err
     assert main(["real", "--split", "0:7", "--out", str(tmp_path / "out")]) == 2
@@ -67,13 +67,13 @@ def test_files_under_home_are_refused_through_links_too(
 
 def test_a_file_under_home_is_not_even_opened(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     for arguments in (["real"], ["real", "--split", "0:43", "--check"]):
-        monkeypatch.setenv(real.VARIABLE, "/home/nobody/no-such-model.gguf")
+        monkeypatch.setenv(real_model.VARIABLE, "/home/nobody/no-such-model.gguf")
         assert main(arguments) == 2
         assert "keep model files on mounted storage" in capsys.readouterr().err
 
 
 def test_home_is_what_it_says():
-    assert Path("/home") == real._FORBIDDEN
+    assert Path("/home") == real_model._FORBIDDEN
 
 
 @pytest.mark.parametrize("fact", ["hosts", "=x", ""])
@@ -119,7 +119,7 @@ async def test_a_run_over_a_route_is_one_json_with_everything(
     assert [unit["variant"] for unit in result.units.values() if "variant" in unit] == ["split"] * 2 + [
         "re-prefilled"
     ] * 2
-    assert len(result.figures["not_certified"]) == 2
+    assert len(result.metrics["not_certified"]) == 2
     assert "## What was run" in (out / "report.md").read_text()
     assert "split equals whole" not in {check.name for check in result.checks}
     assert "states stand where the closed forms say" in {check.name for check in result.checks}

@@ -28,25 +28,25 @@ from dgr.testing.waits import until
 from dgr.wire.nurseries import open_nursery
 
 __all__ = [
-    "ACTS",
+    "FAULTS",
     "HEARTBEAT",
     "MOMENTS",
-    "Act",
-    "Case",
+    "DrillCase",
+    "Fault",
+    "Injection",
+    "Leftovers",
     "Moment",
     "Outcome",
-    "Remains",
-    "Setting",
-    "Stand",
-    "Strike",
-    "open_stand",
+    "Scenario",
+    "Testbed",
+    "open_testbed",
     "run_case",
     "survivors",
     "undisturbed",
 ]
 
-Act = Literal["kill", "cut", "stall", "slow"]
-ACTS: tuple[Act, ...] = ("kill", "cut", "stall", "slow")
+Fault = Literal["kill", "cut", "stall", "slow"]
+FAULTS: tuple[Fault, ...] = ("kill", "cut", "stall", "slow")
 Moment = Literal["prefill", "token 1", "token n", "cancel", "twice"]
 MOMENTS: tuple[Moment, ...] = ("prefill", "token 1", "token n", "cancel", "twice")
 
@@ -60,7 +60,7 @@ _GONE = 5.0
 _BETWEEN = 2
 
 
-class Setting(msgspec.Struct, frozen=True, kw_only=True):
+class Scenario(msgspec.Struct, frozen=True, kw_only=True):
     """What all cases share."""
 
     #: Layer ranges ``A:B``, head first.
@@ -96,24 +96,24 @@ class Setting(msgspec.Struct, frozen=True, kw_only=True):
         return "middle" if last == 2 else f"middle {index}"
 
 
-class Case(msgspec.Struct, frozen=True, kw_only=True):
+class DrillCase(msgspec.Struct, frozen=True, kw_only=True):
     """What happens, to which stage, and when."""
 
-    act: Act
+    fault: Fault = msgspec.field(name="act")
     #: Index of the stage; the cable is the one before it.
     stage: int
     moment: Moment
 
-    def name(self, setting: Setting) -> str:
+    def name(self, scenario: Scenario) -> str:
         """As the unit is called: ``kill/head/token 1``."""
-        return f"{self.act}/{setting.stage_name(self.stage)}/{self.moment}"
+        return f"{self.fault}/{scenario.stage_name(self.stage)}/{self.moment}"
 
-    def received(self, setting: Setting) -> int:
+    def received(self, scenario: Scenario) -> int:
         """Tokens of the answer that were received when it happens."""
-        return {"prefill": 0, "token 1": 1}.get(self.moment, setting.late)
+        return {"prefill": 0, "token 1": 1}.get(self.moment, scenario.late)
 
 
-class Strike(msgspec.Struct, kw_only=True):
+class Injection(msgspec.Struct, kw_only=True):
     """One time that it happened."""
 
     #: Tokens that every stage had committed, and tokens of the answer received, at that time.
@@ -127,7 +127,7 @@ class Strike(msgspec.Struct, kw_only=True):
     recovered: float | None = None
 
 
-class Remains(msgspec.Struct, kw_only=True):
+class Leftovers(msgspec.Struct, kw_only=True):
     """What was left when everything was told to end."""
 
     #: Sessions and bytes of state that the stages still held after the session was closed.
@@ -149,7 +149,7 @@ class Outcome(msgspec.Struct, kw_only=True):
     answer: list[int] = []
     #: Token ids of the turn that follows a cancelled one.
     next_answer: list[int] = []
-    strikes: list[Strike] = []
+    injections: list[Injection] = msgspec.field(name="strikes", default_factory=list)
     #: StateLost events.
     losses: int = 0
     #: Tokens of each re-prefill that was finished.
@@ -158,11 +158,11 @@ class Outcome(msgspec.Struct, kw_only=True):
     #: first of an answer is not among them.
     slow: list[float] = []
     usual: list[float] = []
-    remains: Remains = msgspec.field(default_factory=Remains)
+    leftovers: Leftovers = msgspec.field(name="remains", default_factory=Leftovers)
 
 
 @frozen
-class Stand:
+class Testbed:
     """Stages as processes, a cable before each, and a pipeline along the cables."""
 
     file: RouteFile
@@ -172,35 +172,35 @@ class Stand:
 
 
 @asynccontextmanager
-async def open_stand(model: Path, setting: Setting, remains: Remains) -> AsyncIterator[Stand]:
+async def open_testbed(model: Path, scenario: Scenario, leftovers: Leftovers) -> AsyncIterator[Testbed]:
     """Start everything; on the way out, write down what remained, and end that too."""
-    beat = str(setting.heartbeat)
+    beat = str(scenario.heartbeat)
     with TemporaryDirectory(prefix="dgr-drill-") as folder:
         file = write_route(
             Path(folder) / "route.toml",
             model,
-            setting.split,
-            n_ctx=setting.n_ctx,
-            n_batch=setting.chunk,
-            n_ubatch=setting.chunk,
+            scenario.split,
+            n_ctx=scenario.n_ctx,
+            n_batch=scenario.chunk,
+            n_ubatch=scenario.chunk,
         )
         async with open_up(file, "--sessions", "1", "--heartbeat", beat) as up:
             async with (
                 open_cables(file.route) as (route, cables),
                 open_pipeline_on(
-                    RemoteConnector(LinkPolicy(heartbeat=setting.heartbeat)),
+                    RemoteConnector(LinkPolicy(heartbeat=scenario.heartbeat)),
                     route,
-                    chunk=setting.chunk,
+                    chunk=scenario.chunk,
                     timeouts=Timeouts(reply=60.0, control=30.0, route=60.0),
                 ) as pipeline,
             ):
-                yield Stand(file, up, cables, pipeline)
+                yield Testbed(file, up, cables, pipeline)
                 fenced = await _fence(pipeline)
-                remains.sessions, remains.bytes = fenced.sessions_dropped, fenced.bytes_released
+                leftovers.sessions, leftovers.bytes = fenced.sessions_dropped, fenced.bytes_released
             pids = {*up.stage_pids(), *(child.pid for child in psutil.Process(up.pid).children(recursive=True))}
-            remains.seen = len(pids)
-            remains.exit_code = await up.stop()
-            remains.processes = await survivors(pids, _GONE)
+            leftovers.seen = len(pids)
+            leftovers.exit_code = await up.stop()
+            leftovers.processes = await survivors(pids, _GONE)
 
 
 async def _fence(pipeline: Pipeline) -> RouteChanged:
@@ -222,27 +222,30 @@ async def survivors(pids: Sequence[int] | set[int], seconds: float) -> list[int]
     return []
 
 
-async def undisturbed(model: Path, setting: Setting) -> tuple[list[int], list[int]]:
+async def undisturbed(model: Path, scenario: Scenario) -> tuple[list[int], list[int]]:
     """What the whole model in this process answers to the first prompt, and to the next one after ``late`` tokens."""
-    context = ContextParams(n_ctx=setting.n_ctx, n_batch=setting.chunk, n_ubatch=setting.chunk)
-    async with open_pipeline(model, context=context, chunk=setting.chunk) as pipeline:
+    context = ContextParams(n_ctx=scenario.n_ctx, n_batch=scenario.chunk, n_ubatch=scenario.chunk)
+    async with open_pipeline(model, context=context, chunk=scenario.chunk) as pipeline:
         async with pipeline.session() as session:
-            answer = await _take(session.generate(setting.tokens(0), max_tokens=setting.answer, stop=()))
+            answer = await _take(session.generate(scenario.tokens(0), max_tokens=scenario.answer, stop=()))
         async with pipeline.session() as session:
-            transcript = [*setting.tokens(0), *answer[: setting.late], *setting.tokens(1)]
-            return answer, await _take(session.generate(transcript, max_tokens=setting.answer, stop=()))
+            transcript = [*scenario.tokens(0), *answer[: scenario.late], *scenario.tokens(1)]
+            return answer, await _take(session.generate(transcript, max_tokens=scenario.answer, stop=()))
 
 
-async def run_case(case: Case, model: Path, setting: Setting) -> Outcome:
+async def run_case(case: DrillCase, model: Path, scenario: Scenario) -> Outcome:
     """Run a case with processes of its own. An error is part of the outcome."""
     outcome = Outcome()
     try:
         with trio.move_on_after(_HANG) as patience:
-            async with open_stand(model, setting, outcome.remains) as stand, stand.pipeline.session() as session:
-                told = stand.pipeline.events()
-                kind = _Slowness if case.act == "slow" else _Loss
-                await kind(case, setting, stand, session, outcome).run()
-                events = so_far(told)
+            async with (
+                open_testbed(model, scenario, outcome.leftovers) as testbed,
+                testbed.pipeline.session() as session,
+            ):
+                reported = testbed.pipeline.events()
+                kind = _Slowness if case.fault == "slow" else _Loss
+                await kind(case, scenario, testbed, session, outcome).run()
+                events = so_far(reported)
                 outcome.losses = sum(isinstance(event, StateLost) for event in events)
                 outcome.reprefilled = [event.tokens for event in events if isinstance(event, RePrefilled)]
         if patience.cancelled_caught:
@@ -257,27 +260,29 @@ async def _take(generation: Generation) -> list[int]:
     return [token.id async for token in generation]
 
 
-class _Run:
-    """A case under way: reach the moment, strike, go on to the end of the answer."""
+class _FaultRun:
+    """A case under way: reach the moment, inject, go on to the end of the answer."""
 
-    def __init__(self, case: Case, setting: Setting, stand: Stand, session: ClientSession, outcome: Outcome) -> None:
-        self.case, self.setting, self.stand, self.session, self.outcome = case, setting, stand, session, outcome
-        self.cable = stand.cables[case.stage]
-        self.events = stand.pipeline.events()
+    def __init__(
+        self, case: DrillCase, scenario: Scenario, testbed: Testbed, session: ClientSession, outcome: Outcome
+    ) -> None:
+        self.case, self.scenario, self.testbed, self.session, self.outcome = case, scenario, testbed, session, outcome
+        self.cable = testbed.cables[case.stage]
+        self.events = testbed.pipeline.events()
         self.struck = 0.0
         #: Where the ids of the present answer go.
         self.ids = outcome.answer
 
     async def run(self) -> None:
-        case, setting, usual = self.case, self.setting, self.outcome.usual
-        answer = self.session.generate(setting.tokens(0), max_tokens=setting.answer, stop=())
-        await self.receive(answer, case.received(setting), usual)
+        case, scenario, usual = self.case, self.scenario, self.outcome.usual
+        answer = self.session.generate(scenario.tokens(0), max_tokens=scenario.answer, stop=())
+        await self.receive(answer, case.received(scenario), usual)
         async with open_nursery() as nursery:
             with trio.CancelScope() as scope:
                 nursery.start_soon(self._strike_in_time, scope)
                 await self.receive(answer, 1, [])  # it is asked for while that happens
         if case.moment == "cancel":
-            answer = self.session.generate(setting.tokens(1), max_tokens=setting.answer, stop=())
+            answer = self.session.generate(scenario.tokens(1), max_tokens=scenario.answer, stop=())
             self.ids = self.outcome.next_answer
             await self.receive(answer, 1, [])
         await self.go_on(answer)
@@ -293,12 +298,12 @@ class _Run:
             now = trio.current_time()
             if self.ids:
                 times.append(now - began)
-            if self.outcome.strikes and self.outcome.strikes[-1].recovered is None:
-                self.outcome.strikes[-1].recovered = now - self.struck
+            if self.outcome.injections and self.outcome.injections[-1].recovered is None:
+                self.outcome.injections[-1].recovered = now - self.struck
             self.ids.append(token.id)
             count = None if count is None else count - 1
 
-    async def strike(self) -> None:
+    async def inject(self) -> None:
         """What happens, and what follows once it was noticed."""
         raise NotImplementedError
 
@@ -314,32 +319,32 @@ class _Run:
                 await trio.lowlevel.checkpoint()
         if self.case.moment == "cancel":
             asking.cancel()
-        await self.strike()
+        await self.inject()
 
-    def note(self) -> Strike:
+    def note(self) -> Injection:
         """Write down that it happens now."""
-        received = len(self.session.transcript) - self.setting.prompt
-        strike = Strike(committed=self.session.committed, received=received)
-        self.outcome.strikes.append(strike)
+        received = len(self.session.transcript) - self.scenario.prompt
+        injection = Injection(committed=self.session.committed, received=received)
+        self.outcome.injections.append(injection)
         self.struck = trio.current_time()
-        return strike
+        return injection
 
 
-class _Loss(_Run):
+class _Loss(_FaultRun):
     """A stage, or its cable, is gone; the pipeline notices."""
 
-    async def strike(self) -> None:
+    async def inject(self) -> None:
         await self._lose()
         if self.case.moment == "twice":
             await until(lambda: self.session.committed > 0, _HANG, "the first chunk of the re-prefill")
             await self._lose()
 
     async def _lose(self) -> None:
-        address = self.stand.file.route.stages[self.case.stage].address
-        pid = self.stand.up.events(address, "ready")[-1]["pid"]
+        address = self.testbed.file.route.stages[self.case.stage].address
+        pid = self.testbed.up.events(address, "ready")[-1]["pid"]
         so_far(self.events)
-        strike = self.note()
-        match self.case.act:
+        injection = self.note()
+        match self.case.fault:
             case "kill":
                 os.kill(pid, signal.SIGKILL)
             case "stall":
@@ -348,28 +353,28 @@ class _Loss(_Run):
                 await self.cable.cut()
         async for event in self.events:
             if isinstance(event, StateLost | RouteDown):
-                strike.detected = trio.current_time() - self.struck
-                strike.why = event.reason if isinstance(event, StateLost) else event.why
+                injection.detected = trio.current_time() - self.struck
+                injection.why = event.reason if isinstance(event, StateLost) else event.why
                 break
-        if self.case.act == "stall":
+        if self.case.fault == "stall":
             os.kill(pid, signal.SIGCONT)
 
 
-class _Slowness(_Run):
+class _Slowness(_FaultRun):
     """A cable is slow for some tokens; nobody is lost."""
 
-    async def strike(self) -> None:
+    async def inject(self) -> None:
         self.note()
-        self.cable.delay = self.setting.delay_ms / 1e3
+        self.cable.delay = self.scenario.delay_ms / 1e3
 
     async def go_on(self, answer: Generation) -> None:
         await self._mend_after_a_while(answer)
         if self.case.moment == "twice":
             await self.receive(answer, _BETWEEN, self.outcome.usual)
-            await self.strike()
+            await self.inject()
             await self._mend_after_a_while(answer)
         await super().go_on(answer)
 
     async def _mend_after_a_while(self, answer: Generation) -> None:
-        await self.receive(answer, self.setting.slow_tokens, self.outcome.slow)
+        await self.receive(answer, self.scenario.slow_tokens, self.outcome.slow)
         self.cable.delay = 0.0

@@ -10,11 +10,11 @@ from attrs import frozen
 
 from dgr_bench.results import Check
 
-__all__ = ["Goal", "Spread", "spread"]
+__all__ = ["Goal", "Quartiles", "quartiles_of"]
 
 
 @frozen
-class Spread:
+class Quartiles:
     """What repeated measurements gave, in their own unit."""
 
     median: float
@@ -27,10 +27,10 @@ class Spread:
         return f"{self.median:.3f} ({self.low:.3f} to {self.high:.3f})"
 
 
-def spread(values: Sequence[float]) -> Spread:
+def quartiles_of(values: Sequence[float]) -> Quartiles:
     """Median and quartiles of at least one figure."""
     low, median, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else [values[0]] * 3
-    return Spread(median, low, high, len(values))
+    return Quartiles(median, low, high, len(values))
 
 
 @frozen
@@ -46,7 +46,7 @@ class Goal:
     def __str__(self) -> str:
         return f"{self.bound} {self.value:g}{self.unit and ' ' + self.unit}"
 
-    def check(self, name: str, found: Spread) -> Check:
+    def check(self, name: str, found: Quartiles) -> Check:
         """The verdict on the median."""
         holds = operator.ge if self.bound == "at least" else operator.le
         detail = f"median {found}{self.unit and ' ' + self.unit}, quartiles in brackets; goal {self}"

@@ -29,7 +29,7 @@ from dgr.cli.progress import progress_bar
 from dgr.errors import InputError, InvalidRoute
 from dgr.model.route_file import RouteFile
 from dgr.runtime.doctor import examine
-from dgr_bench.certify.command import Job, asked_profile, certify, open_job
+from dgr_bench.certify.command import CertifyJob, asked_profile, certify, open_job
 from dgr_bench.certify.report import write_certificate
 from dgr_bench.environment import environment
 from dgr_bench.options import add_run_arguments, exit_code, say
@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     return exit_code(result)
 
 
-def _job(args: argparse.Namespace) -> Job:
+def _job(args: argparse.Namespace) -> CertifyJob:
     model = os.environ.get(VARIABLE)
     if not model:
         raise InputError(
@@ -98,7 +98,7 @@ def _job(args: argparse.Namespace) -> Job:
     return job
 
 
-def _files(job: Job) -> list[Path]:
+def _files(job: CertifyJob) -> list[Path]:
     """Every model file that this process or its route names."""
     named = [file.path for file in job.artifact.parts.present]
     if job.route is not None:
@@ -127,7 +127,7 @@ def _given(facts: Sequence[str]) -> dict[str, str]:
 # --- the facts --------------------------------------------------------------------------------------------------------
 
 
-def facts_of(job: Job, given: Mapping[str, str]) -> dict[str, Any]:
+def facts_of(job: CertifyJob, given: Mapping[str, str]) -> dict[str, Any]:
     """What a real run records beside its certificate; reads all weights the first time, to hash them."""
     with progress_bar("hashing the model") as progress:
         manifest = job.artifact.manifest(progress)

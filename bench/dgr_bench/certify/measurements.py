@@ -1,4 +1,4 @@
-"""The units of a certificate: one length in one variant, cancellations, clean-up, memory. Raw figures only."""
+"""The units of a certificate: one length in one variant, cancellations, clean-up, memory. Raw metrics only."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from dgr_bench.certify.checks import Raw, not_certified
 from dgr_bench.certify.profiles import Profile
 from dgr_bench.results import median
 
-__all__ = ["canary_of", "figures_of", "percentile", "rows_file", "slope"]
+__all__ = ["canary_of", "metrics_of", "percentile", "rows_file", "slope"]
 
 #: Shorter contexts say nothing of the slope: steps differ by less than the machine's noise.
 _SLOPE_FROM = 500
@@ -40,7 +40,7 @@ def slope(points: Sequence[tuple[float, float]]) -> float | None:
     return float(sum((x - mean_x) * (y - mean_y) for x, y in points) / sum((x - mean_x) ** 2 for x, _ in points))
 
 
-def figures_of(
+def metrics_of(
     profile: Profile, subject: Mapping[str, Any], units: Mapping[str, Mapping[str, Any]], folder: Path
 ) -> dict[str, Any]:
     """Everything that a report shows."""

@@ -11,27 +11,28 @@ import msgspec
 from attrs import frozen
 
 from dgr import Numerics
-from dgr_bench.certify.figures import percentile, slope
+from dgr_bench.certify.metrics import percentile, slope
+from dgr_bench.quartiles import quartiles_of
 from dgr_bench.results import Check, median
-from dgr_bench.spreads import spread
 
 __all__ = [
     "GOAL",
     "SUBJECTS",
     "At",
     "BesideUpstream",
+    "FrontierPlan",
     "Line",
-    "Plan",
-    "Run",
+    "SubjectRun",
     "checks",
-    "figures",
     "line",
+    "metrics",
     "ratio_interval",
 ]
 
-#: The last one tells the machine's speed.
-SUBJECTS = ("one", "whole", "split", "yardstick")
-#: Tokens of the yardstick's prompt.
+#: Tells the machine's speed; results name it so.
+BASELINE = "yardstick"
+SUBJECTS = ("one", "whole", "split", BASELINE)
+#: Tokens of the baseline's prompt.
 _SHORT = 64
 #: By this share the decode slope through one stage may differ from the whole model's.
 GOAL = 0.03
@@ -45,7 +46,7 @@ _TELLING = 4
 Times: TypeAlias = Mapping[int, Sequence[float]]
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class FrontierPlan(msgspec.Struct, frozen=True, kw_only=True):
     """What is run."""
 
     name: str
@@ -69,15 +70,15 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     def prompt(self, subject: str, length: int) -> int:
         """Tokens of a subject's prompt at a length."""
-        return _SHORT if subject == "yardstick" else length
+        return _SHORT if subject == BASELINE else length
 
     @property
     def compared(self) -> tuple[str, ...]:
         """Subjects that are held against the whole model."""
-        return tuple(name for name in self.subjects if name not in ("whole", "yardstick"))
+        return tuple(name for name in self.subjects if name not in ("whole", BASELINE))
 
 
-class Run(msgspec.Struct, kw_only=True):
+class SubjectRun(msgspec.Struct, kw_only=True):
     """One subject at one length."""
 
     #: The token after the prompt, and those drawn in turns.
@@ -99,7 +100,7 @@ class At(msgspec.Struct, kw_only=True):
 
     length: int
     #: By subject.
-    runs: dict[str, Run] = {}
+    runs: dict[str, SubjectRun] = {}
     #: Why the measurement ended early; empty when it did not.
     error: str = ""
 
@@ -166,21 +167,21 @@ def _blocks(dice: random.Random, count: int) -> Iterator[int]:
             yield (start + at) % count
 
 
-# --- figures ---------------------------------------------------------------------------------------------------------
+# --- metrics ---------------------------------------------------------------------------------------------------------
 
 
-def _measured(plan: Plan, units: Mapping[str, Any]) -> list[At]:
+def _measured(plan: FrontierPlan, units: Mapping[str, Any]) -> list[At]:
     """Lengths that were measured to their end."""
     found = (units.get(f"length/{length}") for length in plan.lengths)
     return [msgspec.convert(unit, At) for unit in found if unit is not None and not unit.get("error")]
 
 
-def _beside(plan: Plan, units: Mapping[str, Any]) -> list[BesideUpstream]:
+def _beside(plan: FrontierPlan, units: Mapping[str, Any]) -> list[BesideUpstream]:
     found = (units.get(f"upstream/{length}") for length in plan.lengths)
     return [msgspec.convert(unit, BesideUpstream) for unit in found if unit is not None and not unit.get("error")]
 
 
-def figures(plan: Plan, units: Mapping[str, Any]) -> dict[str, Any]:
+def metrics(plan: FrontierPlan, units: Mapping[str, Any]) -> dict[str, Any]:
     """Everything that a report shows. Times are milliseconds; ratios are over the whole model's, pair by pair."""
     measured = _measured(plan, units)
     raw, steady = _raw(plan, measured), _steady(plan, measured)
@@ -191,19 +192,19 @@ def figures(plan: Plan, units: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _raw(plan: Plan, measured: Sequence[At]) -> dict[str, Times]:
+def _raw(plan: FrontierPlan, measured: Sequence[At]) -> dict[str, Times]:
     """Times by subject, as they were measured."""
     return {name: {at.length: at.runs[name].token_s for at in measured} for name in plan.subjects}
 
 
-def _steady(plan: Plan, measured: Sequence[At]) -> dict[str, Times]:
-    """Times by subject on a machine of one speed: over the yardstick's next to them, times the yardstick's median."""
-    usual = median([seconds for at in measured for seconds in at.runs["yardstick"].token_s])
+def _steady(plan: FrontierPlan, measured: Sequence[At]) -> dict[str, Times]:
+    """Times by subject on a machine of one speed: over the baseline's next to them, times the baseline's median."""
+    usual = median([seconds for at in measured for seconds in at.runs[BASELINE].token_s])
     return {
         name: {
             at.length: [
                 usual * seconds / now
-                for seconds, now in zip(at.runs[name].token_s, at.runs["yardstick"].token_s, strict=True)
+                for seconds, now in zip(at.runs[name].token_s, at.runs[BASELINE].token_s, strict=True)
             ]
             for at in measured
         }
@@ -211,7 +212,7 @@ def _steady(plan: Plan, measured: Sequence[At]) -> dict[str, Times]:
     }
 
 
-def _length(plan: Plan, at: At, steady: Mapping[str, Times]) -> dict[str, Any]:
+def _length(plan: FrontierPlan, at: At, steady: Mapping[str, Times]) -> dict[str, Any]:
     subjects = {}
     for name, run in at.runs.items():
         prompt, ratios = plan.prompt(name, at.length), zip(run.token_s, at.runs["whole"].token_s, strict=True)
@@ -219,9 +220,9 @@ def _length(plan: Plan, at: At, steady: Mapping[str, Times]) -> dict[str, Any]:
             "first_token_ms": 1e3 * run.first_token_s,
             "prefill_tokens_per_s": prompt / run.first_token_s,
             "last_chunk_tokens_per_s": ((prompt - 1) % plan.chunk + 1) / run.last_chunk_s,
-            "token_ms": spread([1e3 * seconds for seconds in run.token_s]),
-            "steady_token_ms": spread([1e3 * seconds for seconds in steady[name][at.length]]),
-            "token_ratio": spread([ours / whole for ours, whole in ratios]),
+            "token_ms": quartiles_of([1e3 * seconds for seconds in run.token_s]),
+            "steady_token_ms": quartiles_of([1e3 * seconds for seconds in steady[name][at.length]]),
+            "token_ratio": quartiles_of([ours / whole for ours, whole in ratios]),
         }
     return {"length": at.length, "subjects": subjects}
 
@@ -259,8 +260,8 @@ def _upstream(beside: Sequence[BesideUpstream]) -> dict[str, Any]:
         "lengths": [
             {
                 "length": at.length,
-                "ours_ms": spread([1e3 * seconds for seconds in at.ours_s]),
-                "theirs_ms": spread([1e3 * seconds for seconds in at.theirs_s]),
+                "ours_ms": quartiles_of([1e3 * seconds for seconds in at.ours_s]),
+                "theirs_ms": quartiles_of([1e3 * seconds for seconds in at.theirs_s]),
             }
             for at in beside
         ],
@@ -270,7 +271,7 @@ def _upstream(beside: Sequence[BesideUpstream]) -> dict[str, Any]:
 # --- verdicts --------------------------------------------------------------------------------------------------------
 
 
-def checks(plan: Plan, units: Mapping[str, Any]) -> list[Check]:
+def checks(plan: FrontierPlan, units: Mapping[str, Any]) -> list[Check]:
     """The verdicts on all units."""
     measured = _measured(plan, units)
     found = [_complete(plan, units)]
@@ -287,7 +288,7 @@ def _verdict(name: str, cases: int, faults: Sequence[str], well: str) -> Check:
     return Check(name=name, passed=bool(cases) and not faults, cases=cases, detail=detail)
 
 
-def _complete(plan: Plan, units: Mapping[str, Any]) -> Check:
+def _complete(plan: FrontierPlan, units: Mapping[str, Any]) -> Check:
     wanted = [f"{what}/{length}" for what in ("length", "upstream")[: 1 + plan.upstream] for length in plan.lengths]
     errors = {unit: units.get(unit, {"error": "not measured"}).get("error") for unit in wanted}
     faults = [f"{unit}: {error}" for unit, error in errors.items() if error]
@@ -305,7 +306,7 @@ def _telling(measured: Sequence[At]) -> Check:
     return _verdict("answers tell", len(kinds), faults, well)
 
 
-def _tokens(plan: Plan, measured: Sequence[At]) -> Check:
+def _tokens(plan: FrontierPlan, measured: Sequence[At]) -> Check:
     faults, cases = [], 0
     for at in measured:
         right = at.runs["whole"].tokens
@@ -327,7 +328,7 @@ def _tokens(plan: Plan, measured: Sequence[At]) -> Check:
     )
 
 
-def _states(plan: Plan, measured: Sequence[At]) -> Check:
+def _states(plan: FrontierPlan, measured: Sequence[At]) -> Check:
     stages = {"split": plan.split.count(",") + 1}
     faults, cases = [], 0
     for at in measured:
@@ -341,7 +342,7 @@ def _states(plan: Plan, measured: Sequence[At]) -> Check:
     return _verdict("no session lost its state", cases, faults, "every stage committed every token once")
 
 
-def _slope(plan: Plan, measured: Sequence[At], goal: float) -> Check:
+def _slope(plan: FrontierPlan, measured: Sequence[At], goal: float) -> Check:
     steady = _steady(plan, measured)
     found, base = _growth("one", steady), line(steady["whole"])
     ratio, pairs = found["slope_ratio"], sum(map(len, steady["one"].values()))
