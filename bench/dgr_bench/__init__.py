@@ -1,18 +1,14 @@
 """dgr-bench: certificates and benchmarks of dgr, made with its public names only."""
 
-# General layout. A command is a module with `register` and `run`; what it measures, computes and draws lies beside it.
+# General layout. Arrows point down: a file imports from lines below its own.
 #
-#   cli, options    the commands, and the flags they share
-#   certify         the long-context certificate of: profiles (what is locked), subjects (who runs a prompt), measures and
-#                   resident (raw units), refusals (what must fail), checks (verdicts), metrics, certificate (the report),
-#                   mutants (what each check must catch)
-#   verify, compare what can be done with a result afterwards        describe   profiles and the schema, printed
-#   real            the certificate of the real model
-#   drill           lost, cut, stalled and slow stages: disturbances (one case), ring (delays), drill_report
-#   frontier        speed over context: frontier_figures, frontier_report
-#   overhead        dgr against upstream's llama-bench: upstream (its binary and its JSON), spreads (medians, goals)
-#   hops            the cost of a hop: echo (its far side)
-#   results         the schema of a result, and the journal that an interrupted run resumes from
+#   cli             the commands
+#   describe        profiles and the schema, printed        compare   two results held against each other
+#   certify/        the long-context certificate             drill/    lost, cut, stalled and slow stages
+#   frontier/       speed over context                       overhead/ dgr against upstream's llama-bench; the cost of a hop
+#   benchmark       what every benchmark is made of, and the one way to run it
+#   reports, plots  Markdown and pictures
+#   results         a result, its schema, and the journal that an interrupted run goes on from
+#   verdicts        checks and goals                         quartiles   medians, lines, percentiles
+#   subjects        who runs a prompt                        llama_bench  upstream's binary and its JSON
 #   environment     what a result carries of its machine
-#   reports, plots  Markdown; SVG and PNG
-#   progress        the bar

@@ -6,9 +6,11 @@ import argparse
 import shlex
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
 
 from dgr.cli.exit_codes import run_command
+from dgr.engine.native import runtime_version
 from dgr_bench import compare, describe
 from dgr_bench.certify import command as certify
 from dgr_bench.certify import real_model, verify
@@ -16,8 +18,31 @@ from dgr_bench.drill import command as drill
 from dgr_bench.frontier import command as frontier
 from dgr_bench.overhead import command as overhead
 from dgr_bench.overhead import hops
+from dgr_bench.results import SCHEMA
 
-__all__ = ["main"]
+_COMMANDS = (
+    certify.COMMAND,
+    verify.COMMAND,
+    compare.COMMAND,
+    real_model.COMMAND,
+    describe.PROFILE_COMMAND,
+    describe.SCHEMA_COMMAND,
+    frontier.COMMAND,
+    drill.COMMAND,
+    overhead.COMMAND,
+    hops.COMMAND,
+)
+
+
+class _Version(argparse.Action):
+    """Print versions and leave; asked for only when the flag is given."""
+
+    def __init__(self, option_strings: list[str], dest: str, **_: object) -> None:
+        super().__init__(option_strings, dest, nargs=0, help="show the versions of dgr and of results, and exit")
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        print(f"dgr-bench {version('dgr')}, results {SCHEMA}, runtime {runtime_version()}")
+        parser.exit()
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -25,14 +50,15 @@ def _parser() -> argparse.ArgumentParser:
         prog="dgr-bench",
         description="Certify and measure dgr. What measures writes result.json, report.md and plots/ into --out.",
     )
+    parser.add_argument("--version", action=_Version)
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (certify, verify, compare, real_model, describe, frontier, drill, overhead, hops):
+    for command in _COMMANDS:
         command.register(subparsers)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; gives the exit code: 0, 1 failed or not passed, 2 bad input, 130 interrupted."""
+    """Run one command; returns the exit code: 0, 1 failed or not passed, 2 bad input, 130 interrupted."""
     args = _parser().parse_args(argv)
     args.command_line = shlex.join(["dgr-bench", *(sys.argv[1:] if argv is None else argv)])
     if getattr(args, "default_out", None) is not None and args.out is None:

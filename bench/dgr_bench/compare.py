@@ -10,34 +10,24 @@ from typing import Any
 import msgspec
 
 from dgr.errors import InputError
+from dgr_bench.benchmark import Command
 from dgr_bench.certify.metrics import canary_of
 from dgr_bench.certify.profiles import Profile
-from dgr_bench.plots import BLUE, GREY, draw
-from dgr_bench.reports import picture, table, write_report
+from dgr_bench.plots import BLUE, GREY, Plot
+from dgr_bench.reports import Section, table, write_report
 from dgr_bench.results import Result, read_result
 
-__all__ = ["compare", "register"]
 
-
-def register(subparsers: argparse._SubParsersAction[Any]) -> None:
-    """Add the command."""
-    parser = subparsers.add_parser(
-        "compare",
-        help="hold two results against each other, part by part",
-        description="Compare two results of one command. Of certificates: the canary, that is every component of the state at"
-        " every length and stage, and the curves over context. Exit code 1 when the states of two certificates differ, or"
-        " cannot be compared.",
-    )
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("first", type=Path, metavar="RESULT", help="result.json, or its folder")
     parser.add_argument("second", type=Path, metavar="RESULT", help="the other one")
     parser.add_argument(
         "--out", type=Path, metavar="DIR", help="folder of a report and plots (default: none is written)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.set_defaults(run=run)
 
 
-def run(args: argparse.Namespace) -> int:
+def _compare(args: argparse.Namespace) -> int:
     first, second = read_result(args.first), read_result(args.second)
     found = compare(first, second)
     if args.out is not None:
@@ -46,8 +36,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(msgspec.json.encode(found).decode())
     else:
-        for line in _lines(found):
-            print(line)
+        print(*_lines(found), sep="\n")
     return 0 if found["verdict"] == "alike" or found["kind"] != "certify" else 1
 
 
@@ -168,17 +157,27 @@ def _write(folder: Path, found: Mapping[str, Any], first: Result, second: Result
         axes.set_yticks(range(len(names)), names, fontsize=6)
         axes.invert_yaxis()
 
-    words = [line for line in _lines(found) if "second / first" not in line]
-    parts = ["# Two results", "\n".join(f"- {line.strip()}" for line in words)]
-    if names:
-        height = max(3.0, 0.16 * len(names) + 1)
-        title, axis = f"Times of two runs of {found['kind']}", "second / first"
-        parts.append(picture(draw(folder, "ratios", title, axis, "", paint, size=(8, height)), "ratios of times"))
-    about = [(name, first.environment.runtime, second.environment.runtime) for name in ("runtime",)]
-    about += [("kernels", first.environment.kernel_fingerprint, second.environment.kernel_fingerprint)]
-    about += [("machine", first.environment.cpu, second.environment.cpu)]
-    parts.append(table(("what", "first", "second"), about))
+    same = [line.strip() for line in _lines(found) if "second / first" not in line]
+    about = [
+        ("runtime", first.environment.runtime, second.environment.runtime),
+        ("kernels", first.environment.kernel_fingerprint, second.environment.kernel_fingerprint),
+        ("machine", first.environment.cpu, second.environment.cpu),
+    ]
+    sections = [Section("What is the same", ("\n".join(f"- {line}" for line in same),)), Section("Times")]
+    sections.append(Section("What was compared", (table(("what", "first", "second"), about),)))
     differing = [(one["length"], one["layers"], one["component"]) for one in found["parts_differing"]]
     if differing:
-        parts.append(table(("tokens", "layers", "component that differs"), differing))
-    write_report(folder, *parts)
+        sections.append(Section("Differences", (table(("tokens", "layers", "component"), differing),)))
+    size = (8, max(3.0, 0.16 * len(names) + 1))
+    plot = Plot("Times", "ratios", f"Times of two runs of {found['kind']}", "second / first", "", paint, size)
+    write_report(folder, "Two results", None, sections, [plot] if names else [])
+
+
+COMMAND = Command(
+    "compare",
+    "hold two results against each other, part by part",
+    "Compare two results of one command. Of certificates: the canary, that is every component of the state at every length and"
+    " stage, and the curves over context. Exit code 1 when the states of two certificates differ, or cannot be compared.",
+    _add_arguments,
+    _compare,
+)

@@ -8,14 +8,13 @@ from typing import Any
 
 import msgspec
 
+from dgr_bench.benchmark import Command, add_no_arguments
 from dgr_bench.certify.measurements import Cancellation, CleanUp, LengthRun, MemoryAt
 from dgr_bench.certify.profiles import PROFILES, Profile, profile_of
 from dgr_bench.certify.refusals import Refusal
 from dgr_bench.drill.fault_injection import Outcome
 from dgr_bench.drill.ring import RingRound
 from dgr_bench.results import SCHEMA, Result
-
-__all__ = ["register", "result_schema"]
 
 #: Structs of raw units, by the name of the unit or its beginning.
 _UNITS: dict[str, Any] = {
@@ -45,26 +44,37 @@ def result_schema() -> dict[str, Any]:
     }
 
 
-def register(subparsers: argparse._SubParsersAction[Any]) -> None:
-    """Add the commands."""
-    profile = subparsers.add_parser(
-        "profile",
-        help="print a profile of certify, and its digest",
-        description="Print a profile as JSON, to read or to make another one from. Its digest goes to standard error.",
-    )
-    profile.add_argument("profile", metavar="P", help=f"{', '.join(PROFILES)}, or a JSON file")
-    profile.set_defaults(run=_print_profile)
-    schema = subparsers.add_parser("schema", help="print the JSON Schema of results")
-    schema.set_defaults(run=_print_schema)
+def _print(value: object) -> None:
+    print(msgspec.json.format(msgspec.json.encode(value)).decode())
+
+
+def _add_profile(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("profile", metavar="P", help=f"{', '.join(PROFILES)}, or a JSON file")
 
 
 def _print_profile(args: argparse.Namespace) -> int:
     profile = profile_of(args.profile)
-    print(msgspec.json.format(msgspec.json.encode(profile)).decode())
+    _print(profile)
     print(f"digest {profile.digest}, n_ctx {profile.n_ctx}", file=sys.stderr)
     return 0
 
 
 def _print_schema(_: argparse.Namespace) -> int:
-    print(msgspec.json.format(msgspec.json.encode(result_schema())).decode())
+    _print(result_schema())
     return 0
+
+
+PROFILE_COMMAND = Command(
+    "profile",
+    "print a profile of certify, and its digest",
+    "Print a profile as JSON, to read or to make another one from. Its digest goes to standard error.",
+    _add_profile,
+    _print_profile,
+)
+SCHEMA_COMMAND = Command(
+    "schema",
+    "print the JSON Schema of results",
+    "Print the JSON Schema of results, of profiles and of raw units.",
+    add_no_arguments,
+    _print_schema,
+)

@@ -17,8 +17,6 @@ from dgr.engine.budget import available_cpus
 from dgr.engine.native import build_info, kernel_fingerprint, runtime_version
 from dgr.wire.frames import SCHEMA_HASH
 
-__all__ = ["Environment", "Load", "environment", "load_now"]
-
 _PACKAGES = ("dgr", "trio", "msgspec", "cffi", "attrs", "psutil", "numpy", "matplotlib")
 
 

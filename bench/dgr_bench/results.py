@@ -6,9 +6,10 @@ that is not there. Everything else in a result, metrics and verdicts, is compute
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
+import lzma
 import os
-import statistics
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -17,24 +18,18 @@ import msgspec
 
 from dgr.errors import InputError
 from dgr_bench.environment import Environment, Load, environment, load_now
+from dgr_bench.verdicts import Check
 
-__all__ = ["SCHEMA", "Check", "Journal", "Result", "digest_of", "median", "read_result", "write_result"]
-
-#: Name and version of the schema; the number grows when a field changes its meaning.
-SCHEMA = "dgr-bench/1"
+#: Name and version of the schema; the number grows when a field changes its meaning. 2: the check "wire carries the boundary"
+#: counts frames where there is one stage too; in version 1 it had one case there, which could not fail.
+SCHEMA = "dgr-bench/2"
+#: What is read: units mean the same in both.
+_READABLE = ("dgr-bench/1", SCHEMA)
 _FILE = "result.json"
+#: Whoever holds it writes to the folder.
+_LOCK = ".lock"
 
 Kind = Literal["certify", "frontier", "overhead", "drill", "hops", "selftest", "compare"]
-
-
-class Check(msgspec.Struct, frozen=True, kw_only=True):
-    """A verdict. ``cases``: comparisons behind it; a check of no case is not passed."""
-
-    name: str
-    passed: bool
-    cases: int
-    #: What was compared, or the first case that fails, with both values.
-    detail: str
 
 
 class Result(msgspec.Struct, kw_only=True):
@@ -74,25 +69,24 @@ def digest_of(value: Any) -> str:
     return hashlib.blake2b(text, digest_size=16).hexdigest()
 
 
-def median(values: Any) -> float:
-    """The median of some figures; NaN of none."""
-    numbers = list(values)
-    return float(statistics.median(numbers)) if numbers else float("nan")
-
-
 def read_result(path: str | os.PathLike[str]) -> Result:
-    """Read a result, or the folder that holds one. Raises :class:`~dgr.errors.InputError` saying what is wrong with it."""
+    """Read a result (``result.json``, or that compressed: ``result.json.xz``), or the folder that holds one.
+
+    Raises :class:`~dgr.errors.InputError` saying what is wrong with it.
+    """
     path = Path(path)
     if path.is_dir():
-        path = path / _FILE
+        packed = path / f"{_FILE}.xz"
+        path = packed if packed.exists() and not (path / _FILE).exists() else path / _FILE
     try:
-        result = msgspec.json.decode(path.read_bytes(), type=Result)
+        text = path.read_bytes()
+        result = msgspec.json.decode(lzma.decompress(text) if path.suffix == ".xz" else text, type=Result)
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror or error}; give a result.json or its folder") from error
-    except msgspec.DecodeError as error:
-        raise InputError(f"{path} is no result of dgr-bench: {error}") from error
-    if result.schema != SCHEMA:
-        raise InputError(f"{path} has schema {result.schema!r}; this dgr-bench reads {SCHEMA!r}")
+    except (msgspec.DecodeError, lzma.LZMAError) as error:
+        raise InputError(f"{path} is not a result of dgr-bench: {error}") from error
+    if result.schema not in _READABLE:
+        raise InputError(f"{path} has schema {result.schema!r}; this dgr-bench reads {' and '.join(_READABLE)}")
     if digest_of(result.plan) != result.plan_digest:
         raise InputError(
             f"{path}: the plan has digest {digest_of(result.plan)}, but the result says {result.plan_digest}"
@@ -100,90 +94,121 @@ def read_result(path: str | os.PathLike[str]) -> Result:
     return result
 
 
-def write_result(result: Result, folder: Path) -> Path:
-    """Write ``result.json`` in one step."""
-    path = folder / _FILE
+def write_file(path: Path, content: bytes) -> None:
+    """Write a file in one step: its readers find the old one or the new one."""
     part = path.with_suffix(f".{os.getpid()}.part")
-    part.write_bytes(msgspec.json.format(msgspec.json.encode(result), indent=1) + b"\n")
+    part.write_bytes(content)
     part.replace(path)
-    return path
+
+
+def write_result(result: Result, folder: Path) -> None:
+    """Write ``result.json``, compact."""
+    write_file(folder / _FILE, msgspec.json.encode(result) + b"\n")
 
 
 class Journal:
-    """A result under way, kept in a folder."""
+    """A result under way, kept in a folder that nobody else writes to meanwhile."""
 
-    def __init__(self, folder: Path, result: Result) -> None:
+    def __init__(self, folder: Path, result: Result, lock: int) -> None:
         self.folder = folder
         self.result = result
+        self._lock = lock
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._lock)
+
+    @property
+    def units(self) -> dict[str, dict[str, Any]]:
+        """What was measured, by name."""
+        return self.result.units
 
     @classmethod
     def open(
         cls,
         folder: str | os.PathLike[str],
         kind: Kind,
-        plan: Mapping[str, Any],
+        plan: msgspec.Struct | Mapping[str, Any],
         subject: Mapping[str, Any],
         command: str,
         *,
         fresh: bool = False,
     ) -> Journal:
-        """Begin a result in ``folder``, or go on with the one that is there.
+        """Begin a result in ``folder``, or go on with the one that is there; ``fresh`` begins anew over it.
 
-        What is there must be of the same kind, plan, subject, kernels and version, or it is refused with
-        :class:`~dgr.errors.InputError`; ``fresh`` begins anew over it.
+        Raises :class:`~dgr.errors.InputError` when another run writes there, and when what is there is of another kind,
+        plan, subject, kernels or version.
         """
         folder = Path(folder)
+        lock = _lock(folder)
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise InputError(
-                f"cannot make the folder {folder}: {error.strerror or error}; give another --out"
-            ) from error
-        now = environment()
-        result = Result(
-            schema=SCHEMA,
-            kind=kind,
-            plan=msgspec.to_builtins(plan),
-            plan_digest=digest_of(plan),
-            subject=msgspec.to_builtins(subject),
-            environment=now,
-            commands=[command],
-        )
-        if not fresh and (folder / _FILE).exists():
-            found = read_result(folder)
-            for what, has, wants in (
-                ("kind", found.kind, kind),
-                ("plan digest", found.plan_digest, result.plan_digest),
-                ("subject", digest_of(found.subject), digest_of(subject)),
-                ("kernel fingerprint", found.environment.kernel_fingerprint, now.kernel_fingerprint),
-                ("runtime", found.environment.runtime, now.runtime),
-            ):
-                if has != wants:
-                    raise InputError(
-                        f"{folder} holds a result of another {what}: {has}, not {wants}; give another --out, or --fresh"
-                        " to begin anew over it"
-                    )
-            found.commands = [*found.commands, command]
-            result = found
-        result.loads = [*result.loads, load_now()]
-        return cls(folder, result)
+            now = environment()
+            builtins = msgspec.to_builtins(plan)
+            result = Result(
+                schema=SCHEMA,
+                kind=kind,
+                plan=builtins,
+                plan_digest=digest_of(builtins),
+                subject=msgspec.to_builtins(subject),
+                environment=now,
+                commands=[command],
+            )
+            if not fresh and (folder / _FILE).exists():
+                result = _resumed(folder, result)
+            result.loads = [*result.loads, load_now()]
+            return cls(folder, result, lock)
+        except BaseException:
+            os.close(lock)
+            raise
 
-    def get(self, unit: str) -> dict[str, Any] | None:
-        """What was measured already under that name."""
-        return self.result.units.get(unit)
-
-    def put(self, unit: str, raw: Any) -> dict[str, Any]:
-        """Write a measurement down; gives it as it will be read back."""
-        value: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(raw))
-        self.result.units[unit] = value
+    def put(self, unit: str, raw: Any) -> None:
+        """Write a measurement down."""
+        self.units[unit] = msgspec.json.decode(msgspec.json.encode(raw))
         self.result.complete = False
         write_result(self.result, self.folder)
-        return value
 
     def finish(self, metrics: Mapping[str, Any], checks: list[Check]) -> Result:
         """Add what follows from the units; the result is complete then."""
         result = self.result
         result.metrics, result.checks, result.complete = msgspec.to_builtins(metrics), checks, True
-        result.loads = [*result.loads, load_now()]
+        result.schema, result.loads = SCHEMA, [*result.loads, load_now()]
         write_result(result, self.folder)
         return result
+
+
+def _lock(folder: Path) -> int:
+    """A file descriptor that holds the folder until it is closed, or the process ends."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise InputError(
+            f"cannot write to the folder {folder}: {error.strerror or error}; give another --out"
+        ) from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        raise InputError(f"another run of dgr-bench writes to {folder}; wait for it, or give another --out") from None
+    return lock
+
+
+def _resumed(folder: Path, wanted: Result) -> Result:
+    """The result that is there, when it is of what is asked for."""
+    found = read_result(folder)
+    for what, has, wants in (
+        ("kind", found.kind, wanted.kind),
+        ("plan digest", found.plan_digest, wanted.plan_digest),
+        ("subject", digest_of(found.subject), digest_of(wanted.subject)),
+        ("kernel fingerprint", found.environment.kernel_fingerprint, wanted.environment.kernel_fingerprint),
+        ("runtime", found.environment.runtime, wanted.environment.runtime),
+    ):
+        if has != wants:
+            raise InputError(
+                f"{folder} holds a result of another {what}: {has}, not {wants}; give another --out, or --fresh to begin"
+                " anew over it"
+            )
+    found.commands = [*found.commands, *wanted.commands]
+    return found

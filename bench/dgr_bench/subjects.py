@@ -32,24 +32,12 @@ from dgr import (
 from dgr.engine.base import ComponentFrontier, LogitsWanted, Work
 from dgr.errors import NonFinite
 from dgr.model.prefix import PrefixDigest
+from dgr.model.route import parse_split
 from dgr.runtime.local import load_engines
 from dgr.runtime.shard import Shard
-from dgr.testing.chain import pieces
+from dgr.testing.chain import cut_at, pieces
 from dgr.wire.frames import ComponentState
 from dgr.wire.nurseries import open_nursery
-
-__all__ = [
-    "Bare",
-    "Conversation",
-    "Piped",
-    "StageState",
-    "Stages",
-    "Traffic",
-    "Wrap",
-    "open_bare",
-    "open_stages",
-    "resident_bytes",
-]
 
 #: What a mutant does to an engine: it stands in for the engine of the stage with that index.
 Wrap: TypeAlias = Callable[[int, ShardEngine], ShardEngine]
@@ -95,6 +83,15 @@ class Conversation(Protocol):
         ...
 
 
+def asked_split(text: str | None, n_layers: int) -> tuple[LayerRange, ...]:
+    """The layer ranges that ``--split`` asks for; three even ones without it. Raises :class:`~dgr.errors.InputError`."""
+    return (
+        cut_at(n_layers, sorted({n_layers // 3, 2 * n_layers // 3} - {0}))
+        if text is None
+        else parse_split(text, n_layers)
+    )
+
+
 def resident_bytes() -> int:
     """Resident memory of this process."""
     return int(psutil.Process(os.getpid()).memory_info().rss)
@@ -123,10 +120,7 @@ class Piped:
         layers = {ref.address: str(ref.layers) for ref in self._pipeline.route.stages}
         return [
             StageState(
-                layers=layers[address],
-                position=frame.position,
-                prefix=frame.digest.hex(),
-                components=frame.components,
+                layers=layers[address], position=frame.position, prefix=frame.digest.hex(), components=frame.components
             )
             for address, frame in (await self.session.frontier()).items()
         ]

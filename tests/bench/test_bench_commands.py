@@ -23,6 +23,13 @@ def test_the_help_names_every_command(capsys: pytest.CaptureFixture[str]):
     assert [name for name in COMMANDS if f"    {name} " not in said and f"    {name}\n" not in said] == []
 
 
+def test_the_version_names_the_schema_of_results(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert f"results {SCHEMA}, runtime " in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("arguments", [[], ["certif"], ["certify", "--no-such-flag"], ["verify"], ["compare", "one"]])
 def test_a_wrong_command_line_is_bad_input(arguments: list[str], capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as ended:

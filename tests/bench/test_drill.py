@@ -18,10 +18,11 @@ from dgr.errors import LinkBroken
 from dgr.model.route import LayerRange, Route, StageRef
 from dgr.testing.cables import open_cables
 from dgr.testing.processes import ProgramEnded, is_gone, open_program
+from dgr_bench import benchmark
 from dgr_bench.cli import main
-from dgr_bench.drill import command as drill
+from dgr_bench.drill import command as drill_command
 from dgr_bench.drill import fault_injection
-from dgr_bench.drill import report as drill_report
+from dgr_bench.drill import metrics as drill
 from dgr_bench.drill.fault_injection import MOMENTS, DrillCase, Injection, Leftovers, Outcome, Scenario, survivors
 from dgr_bench.drill.ring import Delays, RingRound, Times, points_of
 
@@ -203,7 +204,7 @@ def test_a_mutant_is_caught(mutant: str) -> None:
 def test_a_text_of_one_token_tells_nothing() -> None:
     units = recorded()
     units["undisturbed"]["answer"] = [5] * SCENARIO.answer
-    assert "undisturbed text tells" in failing(units)
+    assert "answers tell" in failing(units)
 
 
 @pytest.mark.parametrize("share", [0.5, 1.4], ids=["too fast", "too slow"])
@@ -212,7 +213,7 @@ def test_a_slow_cable_must_cost_what_it_adds(share: float) -> None:
     for moment in MOMENTS:
         units[f"slow/tail/{moment}"]["slow"] = [0.005 + share * 2 * SCENARIO.delay_ms / 1e3] * 6
     (detail,) = failing(units).values()
-    assert detail.startswith("slow/tail")
+    assert "slow/tail" in detail
     assert "head" not in detail
 
 
@@ -221,10 +222,10 @@ def test_a_ring_with_a_round_trip_too_many_is_caught() -> None:
     for number in range(6):
         units[f"ring/{number}"]["times"]["10"]["delayed"] = [0.012 + 5 * 0.010] * 9
     (detail,) = failing(units).values()
-    assert detail.endswith("10 ms +19.2% (+24.0%)")
+    assert detail == "1 of 5 fail; 10 ms: +19.2% (+24.0%)"
     units = recorded()
     units["ring/3"].update(error="LinkBroken: gone")
-    assert list(failing(units).values()) == ["LinkBroken: gone"]
+    assert list(failing(units).values()) == ["1 of 6 fail; ring/3: LinkBroken: gone"]
     units = {name: unit for name, unit in recorded().items() if not name.startswith("ring/")}
     assert list(failing(units)) == ["a delayed ring takes compute + delays + 5% at most"]
 
@@ -263,9 +264,9 @@ def faked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Cases and rounds that go well without a process; the names of those that were run."""
     ran: list[str] = []
 
-    async def undisturbed(model: Path, scenario: Scenario) -> tuple[list[int], list[int]]:
+    async def undisturbed(model: Path, scenario: Scenario) -> dict[str, list[int]]:
         ran.append("undisturbed")
-        return ANSWER, NEXT
+        return {"answer": ANSWER, "next_answer": NEXT}
 
     async def run_case(case: DrillCase, model: Path, scenario: Scenario) -> Outcome:
         ran.append(case.name(scenario))
@@ -275,9 +276,9 @@ def faked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         ran.append(f"ring/{number}")
         return good_round(delays, scenario)
 
-    monkeypatch.setattr(drill, "undisturbed", undisturbed)
-    monkeypatch.setattr(drill, "run_case", run_case)
-    monkeypatch.setattr(drill, "run_round", run_round)
+    monkeypatch.setattr(drill_command, "undisturbed", undisturbed)
+    monkeypatch.setattr(drill_command, "run_case", run_case)
+    monkeypatch.setattr(drill_command, "run_round", run_round)
     return ran
 
 
@@ -288,7 +289,7 @@ def command(folder: Path, *flags: str) -> int:
 def test_an_interrupted_drill_goes_on_where_it_was(
     faked: list[str], small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run_case = drill.run_case
+    run_case = drill_command.run_case
 
     async def interrupted(case: DrillCase, model: Path, scenario: Scenario) -> Outcome:
         if len(faked) == 5:
@@ -296,7 +297,7 @@ def test_an_interrupted_drill_goes_on_where_it_was(
         return await run_case(case, model, scenario)
 
     with monkeypatch.context() as patch:
-        patch.setattr(drill, "run_case", interrupted)
+        patch.setattr(drill_command, "run_case", interrupted)
         assert command(tmp_path) == 130
     before = list(faked)
     assert command(tmp_path, "--json") == 0
@@ -306,8 +307,8 @@ def test_an_interrupted_drill_goes_on_where_it_was(
     assert said["passed"]
     assert said["figures"]["cases"] == 12
     for name in ("detection", "recovery", "ring"):
-        assert (tmp_path / "plots" / f"{name}.svg").exists()
-    monkeypatch.setattr(drill_report, "write", lambda *_: None)  # it is written by now
+        assert (tmp_path / "plots" / f"{name}.png").exists()
+    monkeypatch.setattr(benchmark, "write_report", lambda *_: None)  # it is written by now
     assert command(tmp_path) == 0
     assert len(faked) == 14  # nothing is measured twice
     assert command(tmp_path, "--fresh") == 0
@@ -322,7 +323,7 @@ def test_a_drill_that_fails_says_so(
     async def forgets(case: DrillCase, model: Path, scenario: Scenario) -> Outcome:
         return msgspec.structs.replace(good(case, scenario), reprefilled=[1])
 
-    monkeypatch.setattr(drill, "run_case", forgets)
+    monkeypatch.setattr(drill_command, "run_case", forgets)
     assert command(tmp_path, "--acts", "cut") == 1
     assert "FAIL  what is lost is re-prefilled whole, and once (3 cases)" in capsys.readouterr().out
     assert "**NOT PASSED**" in (tmp_path / "report.md").read_text()

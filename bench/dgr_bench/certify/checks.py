@@ -11,13 +11,12 @@ from dgr import LayerRange, Numerics
 from dgr.model.route import parse_split
 from dgr.model.state_map import ContextShape, expected_frontier, state_map
 from dgr.model.v4 import HyperParameters
+from dgr_bench.benchmark import Units
 from dgr_bench.certify.measurements import Cancellation, CleanUp, LengthRun, MemoryAt
 from dgr_bench.certify.profiles import Profile
 from dgr_bench.certify.refusals import EXPECTED, Refusal
-from dgr_bench.results import Check
 from dgr_bench.subjects import StageState
-
-__all__ = ["FRAME_OVERHEAD", "Raw", "not_certified", "verdicts"]
+from dgr_bench.verdicts import Check, Tally
 
 #: Bytes that a boundary frame of one token may take beyond its payload, and what each further token id adds.
 FRAME_OVERHEAD = 320
@@ -27,7 +26,7 @@ _ID = 5
 class Raw:
     """The units of a certificate, typed."""
 
-    def __init__(self, profile: Profile, subject: Mapping[str, Any], units: Mapping[str, Mapping[str, Any]]) -> None:
+    def __init__(self, profile: Profile, subject: Mapping[str, Any], units: Units) -> None:
         self.profile = profile
         self.hp = msgspec.convert(subject["hyper_parameters"], HyperParameters)
         self.ranges = parse_split(subject["split"], self.hp.n_layers)
@@ -83,38 +82,7 @@ class Raw:
         return ContextShape(n_ctx or profile.n_ctx, min(profile.n_batch, profile.n_ubatch), 1, profile.type_k)
 
 
-class _Tally:
-    """Cases of one check; the first that fails is what it says."""
-
-    def __init__(self, name: str, what: str) -> None:
-        self.name = name
-        self.what = what
-        self.cases = 0
-        self.failure = ""
-        self.failures = 0
-
-    def hold(self, ok: bool, case: str) -> None:
-        self.cases += 1
-        if not ok:
-            self.failures += 1
-            self.failure = self.failure or case
-
-    def same(self, case: str, has: object, wants: object) -> None:
-        self.hold(has == wants, f"{case}: {has}, not {wants}")
-
-    def check(self) -> Check:
-        passed = bool(self.cases) and not self.failures
-        detail = (
-            self.what
-            if passed
-            else f"{self.failures} of {self.cases} fail; {self.failure}"
-            if self.cases
-            else "no case"
-        )
-        return Check(name=self.name, passed=passed, cases=self.cases, detail=detail)
-
-
-def verdicts(profile: Profile, subject: Mapping[str, Any], units: Mapping[str, Mapping[str, Any]]) -> list[Check]:
+def verdicts(profile: Profile, subject: Mapping[str, Any], units: Units) -> list[Check]:
     """Judge a certificate."""
     raw = Raw(profile, subject, units)
     checks = [_finished(raw)]
@@ -159,7 +127,7 @@ def not_certified(profile: Profile, in_process: bool) -> list[str]:
 
 
 def _finished(raw: Raw) -> Check:
-    tally = _Tally("every run finished", "no error, and no session lost its state but where it was made to")
+    tally = Tally("every run finished", "no error, and no session lost its state but where it was made to")
     for variant, length in raw.expected_runs:
         run = raw.runs.get((variant, length))
         if run is None:
@@ -180,7 +148,7 @@ def _finished(raw: Raw) -> Check:
 
 
 def _split_equals_whole(raw: Raw) -> Check:
-    tally = _Tally("split equals whole", "drawn tokens, and rows of logits byte for byte")
+    tally = Tally("split equals whole", "drawn tokens, and rows of logits byte for byte")
     for run in raw.of("split"):
         whole = raw.runs.get(("whole", run.length))
         if whole is not None:
@@ -190,7 +158,7 @@ def _split_equals_whole(raw: Raw) -> Check:
 
 
 def _alike(raw: Raw, name: str, variants: list[str], reference: str) -> Check:
-    tally = _Tally(name, "drawn tokens, rows of logits, and every component of the state byte for byte")
+    tally = Tally(name, "drawn tokens, rows of logits, and every component of the state byte for byte")
     for variant in variants:
         for run in raw.of(variant):
             other = raw.runs.get((reference, run.length))
@@ -204,9 +172,9 @@ def _alike(raw: Raw, name: str, variants: list[str], reference: str) -> Check:
                 ("at the end", run.at_end, other.at_end),
             ):
                 tally.same(f"{where}, stages {moment}", len(states), len(others))
-                for state, twin in zip(states, others, strict=False):
-                    for part, twin_part in zip(state.components, twin.components, strict=False):
-                        tally.same(f"{where}, {part.name} of stage {state.layers} {moment}", part, twin_part)
+                for state, other_state in zip(states, others, strict=False):
+                    for part, other_part in zip(state.components, other_state.components, strict=False):
+                        tally.same(f"{where}, {part.name} of stage {state.layers} {moment}", part, other_part)
     return tally.check()
 
 
@@ -222,7 +190,7 @@ def _moments(raw: Raw) -> Iterator[tuple[str, LengthRun, list[StageState], int, 
 
 
 def _closed_forms(raw: Raw) -> Check:
-    tally = _Tally(
+    tally = Tally(
         "states stand where the closed forms say", "rows that hold data, read from the tensors, in every component"
     )
     for where, _run, states, position, _prefix in _moments(raw):
@@ -239,7 +207,7 @@ def _closed_forms(raw: Raw) -> Check:
 
 
 def _stages_agree(raw: Raw) -> Check:
-    tally = _Tally(
+    tally = Tally(
         "stages agree", "every stage holds the same number of tokens, and exactly those tokens, by their digest"
     )
     for where, run, states, position, prefix in _moments(raw):
@@ -251,14 +219,14 @@ def _stages_agree(raw: Raw) -> Check:
 
 
 def _finite(raw: Raw) -> Check:
-    tally = _Tally("all logits are finite", "rows of logits of the given tokens")
+    tally = Tally("all logits are finite", "rows of logits of the given tokens")
     for (variant, length), run in raw.runs.items():
         tally.same(f"{variant}/{length}, NaN or Inf", run.rows_not_finite, 0)
     return tally.check()
 
 
 def _cancelled(raw: Raw) -> Check:
-    tally = _Tally("cancelled answers go on", "stages agree on a position, and the answer taken up again is the same")
+    tally = Tally("cancelled answers go on", "stages agree on a position, and the answer taken up again is the same")
     for during in ("prefill", "decode"):
         found = raw.cancellations(during)
         tally.same(f"cancellations in {during}", len(found), raw.profile.cancels)
@@ -270,7 +238,7 @@ def _cancelled(raw: Raw) -> Check:
 
 
 def _memory(raw: Raw) -> Check:
-    tally = _Tally("memory equals the formula", "bytes of state by component and stage, as the native allocator counts")
+    tally = Tally("memory equals the formula", "bytes of state by component and stage, as the native allocator counts")
     for one in raw.memory():
         for layers in raw.ranges:
             for state in state_map(raw.hp, layers, raw.shape(one.n_ctx)).components:
@@ -280,14 +248,11 @@ def _memory(raw: Raw) -> Check:
 
 
 def _wire(raw: Raw) -> Check:
-    tally = _Tally(
+    tally = Tally(
         "wire carries the boundary",
         f"bytes of a frame: its payload, {FRAME_OVERHEAD} and {_ID} for each further token id",
     )
-    hops = len(raw.ranges) - 1
-    if not hops:
-        tally.hold(True, "one stage sends nothing")
-        return tally.check()
+    hops = len(raw.ranges) - 1  # one stage sends nothing to another, which is counted too
     width = 4 * raw.hp.hc_streams * raw.hp.n_embd
     for run in raw.of("split"):
         for what, traffic, tokens, n_frames in (
@@ -303,7 +268,7 @@ def _wire(raw: Raw) -> Check:
 
 
 def _nothing_left(raw: Raw) -> Check:
-    tally = _Tally("nothing is left", "leased bytes, and rows of state, when a session has ended")
+    tally = Tally("nothing is left", "leased bytes, and rows of state, when a session has ended")
     found = raw.clean_up()
     if found is not None:
         wants = sum(state_map(raw.hp, layers, raw.shape()).total_bytes for layers in raw.ranges)
@@ -314,7 +279,7 @@ def _nothing_left(raw: Raw) -> Check:
 
 
 def _refused(raw: Raw) -> Check:
-    tally = _Tally("what must fail fails, always alike", "the answer, its words, and the state afterwards")
+    tally = Tally("what must fail fails, always alike", "the answer, its words, and the state afterwards")
     tries = raw.refusals()
     tally.same("tries", len(tries), raw.profile.refusals)
     for index, tried in enumerate(tries):

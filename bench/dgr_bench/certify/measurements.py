@@ -20,19 +20,6 @@ from dgr_bench.certify.profiles import Profile
 from dgr_bench.certify.resident import resident_with
 from dgr_bench.subjects import Conversation, Stages, StageState, Traffic, Wrap, resident_bytes
 
-__all__ = [
-    "Cancellation",
-    "CleanUp",
-    "LengthRun",
-    "MemoryAt",
-    "RePrefill",
-    "cancellations",
-    "clean_up",
-    "memory_at",
-    "run_length",
-    "run_piped",
-]
-
 
 class RePrefill(msgspec.Struct, frozen=True, kw_only=True):
     """What it took to bring a lost session back."""
@@ -147,13 +134,7 @@ def _reprefill(events: trio.MemoryReceiveChannel[Event], to_next_token_s: float)
 
 
 async def run_piped(
-    run: LengthRun,
-    stages: Stages,
-    profile: Profile,
-    n_vocab: int,
-    chunk: int,
-    *,
-    disturbed: bool = False,
+    run: LengthRun, stages: Stages, profile: Profile, n_vocab: int, chunk: int, *, disturbed: bool = False
 ) -> bytes:
     """The same through a pipeline of stages; every loss of state is recorded."""
     async with stages.pipeline(chunk) as pipeline:

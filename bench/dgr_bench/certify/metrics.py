@@ -1,4 +1,4 @@
-"""Figures of a certificate, from its raw units: curves over context, latencies, distances, the canary."""
+"""Metrics of a certificate, from its raw units: curves over context, latencies, distances, the canary."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 
 from dgr import LayerRange, Numerics
 from dgr.model.state_map import expected_frontier, state_map
+from dgr_bench.benchmark import Units
 from dgr_bench.certify.checks import Raw, not_certified
 from dgr_bench.certify.profiles import Profile
-from dgr_bench.results import median
-
-__all__ = ["canary_of", "metrics_of", "percentile", "rows_file", "slope"]
+from dgr_bench.quartiles import line_over, median, percentile
+from dgr_bench.verdicts import n_alike
 
 #: Shorter contexts say nothing of the slope: steps differ by less than the machine's noise.
 _SLOPE_FROM = 500
@@ -25,24 +25,7 @@ def rows_file(folder: Path, variant: str, length: int) -> Path:
     return folder / "rows" / f"{variant}-{length}.f32"
 
 
-def percentile(values: Sequence[float], share: float) -> float:
-    """The smallest value that ``share`` of all do not exceed (nearest rank); NaN of none."""
-    if not values:
-        return math.nan
-    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
-
-
-def slope(points: Sequence[tuple[float, float]]) -> float | None:
-    """Least-squares slope of y over x; None of fewer than two x."""
-    if len({x for x, _ in points}) < 2:
-        return None
-    mean_x, mean_y = (sum(values) / len(points) for values in zip(*points, strict=True))
-    return float(sum((x - mean_x) * (y - mean_y) for x, y in points) / sum((x - mean_x) ** 2 for x, _ in points))
-
-
-def metrics_of(
-    profile: Profile, subject: Mapping[str, Any], units: Mapping[str, Mapping[str, Any]], folder: Path
-) -> dict[str, Any]:
+def metrics_of(profile: Profile, subject: Mapping[str, Any], units: Units, folder: Path) -> dict[str, Any]:
     """Everything that a report shows."""
     raw = Raw(profile, subject, units)
     return {
@@ -57,9 +40,7 @@ def metrics_of(
     }
 
 
-def canary_of(
-    profile: Profile, subject: Mapping[str, Any], units: Mapping[str, Mapping[str, Any]]
-) -> dict[str, dict[str, dict[str, str]]]:
+def canary_of(profile: Profile, subject: Mapping[str, Any], units: Units) -> dict[str, dict[str, dict[str, str]]]:
     """The digests by which two certificates are compared, from the raw units."""
     return _canary(Raw(profile, subject, units))
 
@@ -120,8 +101,8 @@ def _slopes(raw: Raw) -> dict[str, float | None]:
     """Seconds per token that each thousand tokens of context add to a decode step."""
     found: dict[str, float | None] = {}
     for variant in ("split", "whole"):
-        points = [(run.length / 1000, median(run.token_s)) for run in raw.of(variant) if run.length >= _SLOPE_FROM]
-        found[f"{variant}_s_per_1000"] = slope(points)
+        line = line_over({run.length: run.token_s for run in raw.of(variant) if run.length >= _SLOPE_FROM})
+        found[f"{variant}_s_per_1000"] = None if math.isnan(line.slope_ms) else line.slope_ms / 1e3
     return found
 
 
@@ -159,13 +140,12 @@ def _distances(raw: Raw, folder: Path) -> list[dict[str, Any]]:
         other = raw.runs.get((reference, length))
         if variant in ("whole", "split") or other is None or run.error or other.error:
             continue
-        same = next((i for i, (a, b) in enumerate(zip(run.tokens, other.tokens, strict=False)) if a != b), None)
         found.append(
             {
                 "variant": variant,
                 "length": length,
                 "against": reference,
-                "tokens_alike": len(run.tokens) if same is None else same,
+                "tokens_alike": n_alike(run.tokens, other.tokens),
                 "tokens": len(run.tokens),
                 "logits_max_difference": _apart(
                     rows_file(folder, variant, length), rows_file(folder, reference, length)

@@ -6,15 +6,13 @@ certificate of the unchanged stages must pass.
 
 from __future__ import annotations
 
-import argparse
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
-import trio
 from attrs import evolve, frozen
 
 from dgr import Artifact, SamplingParams, ShardEngine
@@ -22,18 +20,16 @@ from dgr.engine.base import Frontier, LogitsWanted, MemoryReport, Output, TopLog
 from dgr.model.route import parse_split
 from dgr.testing.models import cached_fixture
 from dgr.testing.mutants import Mutant, OffByOne, StaleChunk, StaleRow, SwappedSideband
+from dgr_bench.benchmark import Group, Scratch, Store, Unit, Units, measure
 from dgr_bench.certify.checks import verdicts
-from dgr_bench.certify.command import CertifyJob, measure
 from dgr_bench.certify.profiles import Chunking, Profile
 from dgr_bench.certify.refusals import REFUSAL_CASES, RefusalCase
-from dgr_bench.options import exit_code, say
-from dgr_bench.progress import Progress
-from dgr_bench.reports import heading, machine, write_report
-from dgr_bench.reports import verdicts as verdict_table
-from dgr_bench.results import Check, Journal, Result
+from dgr_bench.certify.run import CertifyJob
+from dgr_bench.plots import Plot
+from dgr_bench.reports import Section
+from dgr_bench.results import Kind, Result
 from dgr_bench.subjects import Wrap
-
-__all__ = ["MUTANTS", "PROFILE", "MutantCase", "run"]
+from dgr_bench.verdicts import Check, judge
 
 _LAYERS = 7
 #: The middle stage has a layer of each kind, the first of them routed by token id.
@@ -75,7 +71,7 @@ class ChunkDependent(Mutant):
 
 
 class LeakedRow(Mutant):
-    """A cleared slot gives a row of its former life to the next session."""
+    """A cleared slot hands a row of its former life to the next session."""
 
     def __init__(self, engine: ShardEngine) -> None:
         super().__init__(engine)
@@ -273,43 +269,73 @@ MUTANTS = (
 )
 
 
-async def _failed(job: CertifyJob, case: MutantCase | None) -> list[str]:
-    """Names of the checks that fail."""
-    units = await measure(job if case is None else case.job(job))
-    if case is not None and case.tamper is not None:
-        case.tamper(units)
-    return [check.name for check in verdicts(job.profile, job.subject(), units) if not check.passed]
+class SelftestPlan(Profile, frozen=True, kw_only=True):
+    """The profile, and each mutant with the check that must catch it."""
+
+    mutants: tuple[tuple[str, str], ...]
 
 
-async def selftest(folder: Path, command: str, *, fresh: bool = False) -> Result:
-    """Run every mutant."""
-    model = await trio.to_thread.run_sync(partial(cached_fixture, "mixed", layers=_LAYERS))
-    artifact = Artifact.open(model)
-    job = CertifyJob(PROFILE, artifact, parse_split(_SPLIT, _LAYERS))
-    plan = {**msgspec.to_builtins(PROFILE), "mutants": [[case.name, case.check] for case in MUTANTS]}
-    journal = Journal.open(folder, "selftest", plan, job.subject(), command, fresh=fresh)
-    checks = []
-    with Progress("certify --selftest", 1 + len(MUTANTS)) as progress:
-        for case in (None, *MUTANTS):
-            name = "no mistake" if case is None else case.name
-            progress.begin(name)
-            raw = journal.get(name)
-            if raw is None:
-                raw = journal.put(name, {"failed": await _failed(job, case)})
-            progress.done()
-            failed = raw["failed"]
-            passed = not failed if case is None else case.check in failed
-            wanted = "every check passes" if case is None else f"caught by: {case.check}"
-            found = ", ".join(failed) or "no check"
-            detail = wanted if passed else f"wanted: {wanted}; failed: {found}"
-            checks.append(Check(name=name, passed=passed, cases=1, detail=detail))
-    return journal.finish({"mutants": len(MUTANTS)}, checks)
+@frozen
+class Selftest:
+    """The benchmark: a certificate of unchanged stages, which must pass, and one for each mutant."""
+
+    job: CertifyJob
+    kind: ClassVar[Kind] = "selftest"
+    title: ClassVar[str] = "Self-test of the certificate"
+
+    @property
+    def plan(self) -> SelftestPlan:
+        return SelftestPlan(
+            **msgspec.structs.asdict(PROFILE), mutants=tuple((case.name, case.check) for case in MUTANTS)
+        )
+
+    def subject(self) -> dict[str, Any]:
+        return self.job.subject()
+
+    def units(self, _: Store) -> Iterator[Group]:
+        """Names of the checks that fail."""
+
+        async def failed(case: MutantCase | None, _: None) -> dict[str, list[str]]:
+            job, store = self.job if case is None else case.job(self.job), Scratch()
+            await measure("certificate", job.units(store), store)
+            if case is not None and case.tamper is not None:
+                case.tamper(store.units)
+            return {
+                "failed": [check.name for check in verdicts(job.plan, job.subject(), store.units) if not check.passed]
+            }
+
+        cases = {"no mistake": None, **{case.name: case for case in MUTANTS}}
+        yield Group([Unit(name, partial(failed, case)) for name, case in cases.items()])
+
+    def metrics(self, _units: Units, _folder: Path) -> dict[str, Any]:
+        return {"mutants": len(MUTANTS)}
+
+    def checks(self, units: Units) -> list[Check]:
+        def fault(name: str, check: str) -> str:
+            unit = units.get(name, {"error": "not run"})
+            if "failed" not in unit:
+                return str(unit["error"])
+            caught = check in unit["failed"] if check else not unit["failed"]
+            return "" if caught else f"failed: {', '.join(unit['failed']) or 'no check'}"
+
+        wanted = {"no mistake": "", **{case.name: case.check for case in MUTANTS}}
+        return [
+            judge(
+                name,
+                f"caught by: {check}" if check else "every check passes",
+                [(f"wanted: {check}", fault(name, check))],
+            )
+            for name, check in wanted.items()
+        ]
+
+    def tables(self, _: Result) -> list[Section]:
+        return []
+
+    def plots(self, _: Result) -> list[Plot]:
+        return []
 
 
-def run(args: argparse.Namespace) -> int:
-    """The command."""
-    result = trio.run(partial(selftest, fresh=args.fresh), args.out, args.command_line)
-    parts = [heading(result, "Self-test of the certificate"), verdict_table(result), "## Machine", machine(result)]
-    write_report(args.out, *parts)
-    say(result, args.out, args.json)
-    return exit_code(result)
+def open_selftest() -> Selftest:
+    """The self-test on its own small model."""
+    artifact = Artifact.open(cached_fixture("mixed", layers=_LAYERS))
+    return Selftest(CertifyJob(PROFILE, artifact, parse_split(_SPLIT, _LAYERS)))

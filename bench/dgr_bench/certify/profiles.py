@@ -10,8 +10,6 @@ from dgr.engine.base import ContextParams, Numerics
 from dgr.errors import InputError
 from dgr_bench.results import digest_of
 
-__all__ = ["PROFILES", "Chunking", "Profile", "profile_of"]
-
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 _Positive = Annotated[int, msgspec.Meta(ge=1)]
 
@@ -98,11 +96,7 @@ PROFILES = {
             decode=16,
             continuation=8,
             chunk=512,
-            chunkings=(
-                Chunking(chunk=1, up_to=129),
-                Chunking(chunk=67, up_to=1025),
-                Chunking(chunk=384, up_to=16384),
-            ),
+            chunkings=(Chunking(chunk=1, up_to=129), Chunking(chunk=67, up_to=1025), Chunking(chunk=384, up_to=16384)),
             reprefill_up_to=16384,
             threads=(2,),
             cancels=20,

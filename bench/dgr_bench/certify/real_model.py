@@ -14,7 +14,6 @@ import os
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +28,9 @@ from dgr.cli.progress import progress_bar
 from dgr.errors import InputError, InvalidRoute
 from dgr.model.route_file import RouteFile
 from dgr.runtime.doctor import examine
-from dgr_bench.certify.command import CertifyJob, asked_profile, certify, open_job
-from dgr_bench.certify.report import write_certificate
+from dgr_bench.benchmark import benchmark_command, execute
+from dgr_bench.certify.run import CertifyJob, asked_profile, open_job
 from dgr_bench.environment import environment
-from dgr_bench.options import add_run_arguments, exit_code, say
-
-__all__ = ["VARIABLE", "facts_of", "refuse_home", "register"]
 
 #: Environment variable that names the model.
 VARIABLE = "DGR_MODEL"
@@ -42,15 +38,7 @@ VARIABLE = "DGR_MODEL"
 _FORBIDDEN = Path("/home")
 
 
-def register(subparsers: argparse._SubParsersAction[Any]) -> None:
-    """Add the command."""
-    parser = subparsers.add_parser(
-        "real",
-        help=f"the certificate of the real model, which {VARIABLE} names",
-        description=f"Certify the model that the environment variable {VARIABLE} names, and record what evidence of a real"
-        " run must have: artifact and split hashes, pins, devices and drivers, hardware, storage, network, commands, raw"
-        " metrics. Model files under /home are refused.",
-    )
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--profile", metavar="P", help="as of certify (default: v4-flash)")
     parser.add_argument("--split", metavar="A:B,...", help="layer ranges of stages in this process")
     parser.add_argument("--route", metavar="TOML", help="stages in other processes, instead of --split")
@@ -63,21 +51,19 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
         help="something to record that no program can see, such as the hosts or the cable (may be repeated)",
     )
     add_link_arguments(parser)
-    add_run_arguments(parser, "dgr-bench-real")
-    parser.set_defaults(run=run)
 
 
-def run(args: argparse.Namespace) -> int:
-    job = _job(args)
-    facts = facts_of(job, _given(args.fact))
+def _run(args: argparse.Namespace) -> int:
+    job = _real(args)
     if args.check:
-        print(msgspec.json.format(msgspec.json.encode({**job.subject(), **facts})).decode())
+        print(msgspec.json.format(msgspec.json.encode(job.subject())).decode())
         return 0
-    job = evolve(job, facts=facts)
-    result = trio.run(partial(certify, fresh=args.fresh), job, args.out, args.command_line)
-    write_certificate(result, args.out)
-    say(result, args.out, args.json)
-    return exit_code(result)
+    return execute(job, args)
+
+
+def _real(args: argparse.Namespace) -> CertifyJob:
+    job = _job(args)
+    return evolve(job, facts=facts_of(job, _given(args.fact)))
 
 
 def _job(args: argparse.Namespace) -> CertifyJob:
@@ -185,3 +171,15 @@ def _network(route: RouteFile, policy: LinkPolicy | None) -> list[dict[str, Any]
         }
         for stage in report.stages
     ]
+
+
+COMMAND = benchmark_command(
+    "real",
+    f"the certificate of the real model, which {VARIABLE} names",
+    f"Certify the model that the environment variable {VARIABLE} names, and record what evidence of a real run must have:"
+    " artifact and split hashes, pins, devices and drivers, hardware, storage, network, commands, raw measurements. Model files"
+    " under /home are refused.",
+    _add_arguments,
+    _real,
+    _run,
+)

@@ -1,15 +1,14 @@
 """What must fail, and always in the same way: cache mismatch, truncated prefix, context limit, wrong epoch, wrong artifact,
 wrong chunk width.
 
-Most is said to the stages by hand, frame by frame, because no client of dgr would say it.
+Most is said to the stages by session, frame by frame, because no client of dgr would say it.
 """
 
 from __future__ import annotations
 
 import re
-import secrets
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from typing import TypeAlias
 
 import msgspec
@@ -18,14 +17,11 @@ from attrs import evolve
 
 from dgr import DgrError, Route, StageRef
 from dgr.errors import SessionLost
-from dgr.model.prefix import PrefixDigest
 from dgr.runtime.shard import Shard, limits_of
 from dgr.testing.chain import pieces, some_tokens
+from dgr.testing.raw_client import RawClient, open_raw_client
 from dgr.wire import Limits, Link, frames, memory_transports, open_link
-from dgr.wire.frames import Expectation, Key
 from dgr_bench.subjects import Stages, StageState
-
-__all__ = ["EXPECTED", "FOREIGN", "REFUSALS_CONTEXT", "REFUSAL_CASES", "Refusal", "RefusalCase", "refusals"]
 
 #: Tokens that the context of the stages holds: so few that its limit is reached in a moment.
 REFUSALS_CONTEXT = 256
@@ -34,6 +30,7 @@ FOREIGN = "foreign"
 _SESSION = 7
 _PROMPT = 37
 _WAIT = 600.0
+_ADVANCED = ("Advanced", "")
 
 #: By what is tried: what the stages, or the pipeline, must answer.
 EXPECTED = {
@@ -64,104 +61,59 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True):
     state_kept: bool
 
 
-class _Hand:
-    """A client that says what it likes, over control links to every stage of a route."""
+class _Session:
+    """A session on every stage of a route, spoken to by hand: what was committed, and what follows."""
 
-    def __init__(self, route: Route, links: Mapping[str, Link]) -> None:
-        self.route = route
-        self.links = links
-        self._id = secrets.token_bytes(16)
-        self.epoch = 1
+    def __init__(self, client: RawClient) -> None:
+        self.client = client
         self.tokens: list[int] = []
-        self._seq = 0
-
-    def key(self, epoch: int | None = None, session: int = _SESSION) -> Key:
-        return Key(self._id, self.epoch if epoch is None else epoch, session)
+        self._seq = 1
 
     def seq(self) -> int:
         self._seq += 1
         return self._seq
 
-    async def answer(self, address: str) -> frames.Frame:
+    def work(self, tokens: Sequence[int], before: Sequence[int] | None = None, **changes: int) -> frames.Tokens:
+        """Tokens that follow what was sent before, unless ``before``, ``epoch`` or ``session`` say otherwise."""
+        session = changes.pop("session", _SESSION)
+        expected = self.tokens if before is None else before
+        return self.client.work(session, self.seq(), tokens, expected, logits=0, sampling=None, **changes)
+
+    async def say(self, frame: frames.Frame) -> tuple[str, str]:
+        """Say something to the head; the tail answers, or whichever stage refuses."""
         with trio.fail_after(_WAIT):
-            async for received in self.links[address]:
-                return received.frame
-        return frames.Denied("the link is closed")
-
-    async def all(self, frame_of: Callable[[int, StageRef], frames.Frame]) -> list[frames.Frame]:
-        """Say something to every stage, then hear every one."""
-        for index, ref in enumerate(self.route.stages):
-            self.links[ref.address].send_nowait(frame_of(index, ref))
-        return [await self.answer(ref.address) for ref in self.route.stages]
-
-    async def begin(self) -> None:
-        """Fence the first epoch and open the session."""
-        route = self.route
-        fenced = await self.all(
-            lambda index, ref: frames.Fence(
-                self._id, self.epoch, ref.address, route.predecessor(index), route.successor(index)
-            )
-        )
-        seq = self.seq()
-        opened = await self.all(lambda _index, _ref: frames.Open(self.key(), seq))
-        for frame in (*fenced, *opened):
-            if not isinstance(frame, frames.Fenced | frames.Opened):
-                raise SessionLost(f"a stage answered the beginning with {': '.join(_named(frame))}")
+            return _named(await self.client.ask(frame))
 
     async def states(self) -> list[StageState]:
         seq = self.seq()
-        found = await self.all(lambda _index, _ref: frames.Probe(self.key(), seq))
+        with trio.fail_after(_WAIT):
+            found = await self.client.ask_all(lambda _index, _ref: frames.Probe(self.client.key(_SESSION), seq))
         return [
             StageState(
                 layers=str(ref.layers), position=frame.position, prefix=frame.digest.hex(), components=frame.components
             )
-            for ref, frame in zip(self.route.stages, found, strict=True)
+            for ref, frame in zip(self.client.route.stages, found, strict=True)
             if isinstance(frame, frames.Frontier)
         ]
 
-    def work(
-        self, tokens: Sequence[int], *, expect: Expectation | None = None, key: Key | None = None
-    ) -> frames.Tokens:
-        """Tokens that follow what was sent before, unless ``expect`` says otherwise."""
-        right = Expectation(len(self.tokens), PrefixDigest(self.tokens).digest())
-        return frames.Tokens(key or self.key(), self.seq(), expect or right, tuple(tokens), 0, None)
-
-    async def say(self, frame: frames.Frame) -> frames.Frame:
-        """Say something to the head; the tail answers, or whichever stage refuses."""
-        self.links[self.route.stages[0].address].send_nowait(frame)
-        heard: list[frames.Frame] = []
-        async with trio.open_nursery() as nursery:
-
-            async def hear(address: str) -> None:
-                heard.append(await self.answer(address))
-                nursery.cancel_scope.cancel()
-
-            for address in self.links:
-                nursery.start_soon(hear, address)
-        return heard[0]
-
-    async def feed(self, tokens: Sequence[int], chunk: int) -> frames.Frame:
+    async def feed(self, tokens: Sequence[int], chunk: int) -> tuple[str, str]:
         """Commit tokens; the answer to the last chunk. Raises :class:`SessionLost` when one before it is refused."""
-        answer: frames.Frame = frames.Denied("nothing was said")
+        answer = "nothing was said", ""
         for begin, end in pieces(len(tokens), chunk):
-            part = tokens[begin:end]
-            answer = await self.say(self.work(part))
-            if end < len(tokens) and not isinstance(answer, frames.Advanced):
-                raise SessionLost(f"tokens {begin} to {end} were answered with {': '.join(_named(answer))}")
-            self.tokens += part
+            answer = await self.say(self.work(tokens[begin:end]))
+            if end < len(tokens) and answer != _ADVANCED:
+                raise SessionLost(f"tokens {begin} to {end} were answered with {': '.join(answer)}")
+            self.tokens += tokens[begin:end]
         return answer
 
 
 @asynccontextmanager
-async def _open_hand(stages: Stages) -> AsyncIterator[_Hand]:
+async def _open_session(stages: Stages) -> AsyncIterator[_Session]:
     assert stages.cluster is not None
-    async with AsyncExitStack() as stack:
-        links = {}
-        for ref in stages.route.stages:
-            links[ref.address], _ = await stack.enter_async_context(stages.cluster.connect(ref.address))
-        hand = _Hand(stages.route, links)
-        await hand.begin()
-        yield hand
+    async with open_raw_client(stages.cluster.connect, stages.route) as client:
+        with trio.fail_after(_WAIT):
+            await client.begin(session=_SESSION)
+        yield _Session(client)
 
 
 def _named(frame: frames.Frame) -> tuple[str, str]:
@@ -178,38 +130,22 @@ def _named(frame: frames.Frame) -> tuple[str, str]:
             return type(frame).__name__, ""
 
 
-# --- the cases, each on a session that holds some tokens ---------------------------------------------------------------
+# --- the cases, each on a session that holds some tokens --------------------------------------------------------------
 
 
-async def _cache_mismatch(hand: _Hand, _stages: Stages) -> tuple[str, str]:
-    other = [*hand.tokens[:-1], hand.tokens[-1] ^ 1]
-    expect = Expectation(len(other), PrefixDigest(other).digest())
-    return _named(await hand.say(hand.work([1], expect=expect)))
+RefusalCase: TypeAlias = Callable[[_Session, Stages], Awaitable[tuple[str, str]]]
 
 
-async def _truncated(hand: _Hand, _stages: Stages) -> tuple[str, str]:
-    short = hand.tokens[:-1]
-    return _named(await hand.say(hand.work([1], expect=Expectation(len(short), PrefixDigest(short).digest()))))
+def _said(work: Callable[[_Session], frames.Tokens]) -> RefusalCase:
+    """A case in which one frame is said to the head."""
+
+    async def case(session: _Session, _: Stages) -> tuple[str, str]:
+        return await session.say(work(session))
+
+    return case
 
 
-async def _future(hand: _Hand, _stages: Stages) -> tuple[str, str]:
-    long = [*hand.tokens, 1]
-    return _named(await hand.say(hand.work([1], expect=Expectation(len(long), PrefixDigest(long).digest()))))
-
-
-async def _unknown(hand: _Hand, _stages: Stages) -> tuple[str, str]:
-    return _named(await hand.say(hand.work([1], key=hand.key(session=_SESSION + 1))))
-
-
-async def _older(hand: _Hand, _stages: Stages) -> tuple[str, str]:
-    return _named(await hand.say(hand.work([1], key=hand.key(epoch=hand.epoch - 1))))
-
-
-async def _newer(hand: _Hand, _stages: Stages) -> tuple[str, str]:
-    return _named(await hand.say(hand.work([1], key=hand.key(epoch=hand.epoch + 1))))
-
-
-async def _artifact(_hand: _Hand, stages: Stages) -> tuple[str, str]:
+async def _artifact(_session: _Session, stages: Stages) -> tuple[str, str]:
     """A route whose last stage runs another model."""
     *others, last = stages.route.stages
     async with stages.pipeline(32) as pipeline:
@@ -248,40 +184,34 @@ async def _heard(link: Link) -> tuple[str, str]:
     return "the link is closed", ""
 
 
-async def _narrow(hand: _Hand, stages: Stages) -> tuple[str, str]:
+async def _narrow(session: _Session, stages: Stages) -> tuple[str, str]:
     """A boundary of one float too few a token, from somebody who says to be the stage before."""
     first, second = stages.route.stages[:2]
     shard = stages.shard(second.address)
     limits = evolve(limits_of(shard.description), boundary_width=shard.description.width_in - 1)
-    right = Expectation(len(hand.tokens), PrefixDigest(hand.tokens).digest())
-    payload = bytes(4 * limits.boundary_width)
-    frame = frames.Boundary(hand.key(), hand.seq(), right, (1,), 0, None, payload=len(payload))
+    payload, right = bytes(4 * limits.boundary_width), session.work([1])
+    frame = frames.Boundary(right.key, right.seq, right.expect, (1,), 0, None, payload=len(payload))
     async with _open_stranger(shard, limits, first.address) as link:
         await link.send(frame, payload)
         return await _heard(link)
 
 
-async def _too_many(hand: _Hand, stages: Stages) -> tuple[str, str]:
+async def _too_many(session: _Session, stages: Stages) -> tuple[str, str]:
     """More tokens than n_batch in one frame."""
     shard = stages.shard(stages.route.stages[0].address)
     right = limits_of(shard.description)
     async with _open_stranger(shard, evolve(right, n_batch=right.n_batch + 1), None) as link:
-        link.send_nowait(hand.work([1] * (right.n_batch + 1)))
+        link.send_nowait(session.work([1] * (right.n_batch + 1)))
         return await _heard(link)
 
 
-async def _limit(hand: _Hand, stages: Stages) -> tuple[str, str]:
+async def _limit(session: _Session, stages: Stages) -> tuple[str, str]:
     """Tokens up to the last that the context holds."""
-    more = some_tokens(stages.n_ctx - len(hand.tokens), stages.n_vocab)
-    return _named(await hand.feed(more, stages.engines[0].describe().context.n_batch))
+    more = some_tokens(stages.n_ctx - len(session.tokens), stages.n_vocab)
+    return await session.feed(more, stages.engines[0].describe().context.n_batch)
 
 
-async def _beyond(hand: _Hand, _stages: Stages) -> tuple[str, str]:
-    """One token more."""
-    return _named(await hand.say(hand.work([1])))
-
-
-async def _beyond_asked(_hand: _Hand, stages: Stages) -> tuple[str, str]:
+async def _beyond_asked(_session: _Session, stages: Stages) -> tuple[str, str]:
     """A prompt of one token more than the context holds."""
     async with stages.pipeline(32) as pipeline, stages.conversation(pipeline) as talk:
         try:
@@ -291,22 +221,20 @@ async def _beyond_asked(_hand: _Hand, stages: Stages) -> tuple[str, str]:
     return "an answer", ""
 
 
-RefusalCase: TypeAlias = Callable[[_Hand, Stages], Awaitable[tuple[str, str]]]
-
 #: In this order on one session: the context is full when its limit has been reached.
 REFUSAL_CASES: dict[str, RefusalCase] = {
-    "cache mismatch": _cache_mismatch,
-    "truncated prefix": _truncated,
-    "prefix from the future": _future,
-    "unknown session": _unknown,
-    "wrong epoch, older": _older,
-    "wrong epoch, newer": _newer,
+    "cache mismatch": _said(lambda said: said.work([1], [*said.tokens[:-1], said.tokens[-1] ^ 1])),
+    "truncated prefix": _said(lambda said: said.work([1], said.tokens[:-1])),
+    "prefix from the future": _said(lambda said: said.work([1], [*said.tokens, 1])),
+    "unknown session": _said(lambda said: said.work([1], session=_SESSION + 1)),
+    "wrong epoch, older": _said(lambda said: said.work([1], epoch=0)),
+    "wrong epoch, newer": _said(lambda said: said.work([1], epoch=2)),
     "wrong artifact": _artifact,
     "wrong chunk width, of the boundary": _narrow,
     "wrong chunk width, too many tokens": _too_many,
     "context limit n+1, asked of the pipeline": _beyond_asked,
     "context limit n": _limit,
-    "context limit n+1": _beyond,
+    "context limit n+1": _said(lambda said: said.work([1])),
 }
 #: The case that succeeds, and so changes the state.
 _SUCCEEDS = "context limit n"
@@ -315,14 +243,14 @@ _SUCCEEDS = "context limit n"
 async def refusals(stages: Stages, cases: Mapping[str, RefusalCase] | None = None) -> list[Refusal]:
     """Try everything once, on a session of its own. ``stages`` hold :data:`REFUSALS_CONTEXT` tokens for two sessions."""
     found = []
-    async with _open_hand(stages) as hand:
-        begun = await hand.feed(some_tokens(_PROMPT, stages.n_vocab), 16)
-        if not isinstance(begun, frames.Advanced):
-            raise SessionLost(f"the prompt was answered with {': '.join(_named(begun))}")
-        before = await hand.states()
+    async with _open_session(stages) as session:
+        begun = await session.feed(some_tokens(_PROMPT, stages.n_vocab), 16)
+        if begun != _ADVANCED:
+            raise SessionLost(f"the prompt was answered with {': '.join(begun)}")
+        before = await session.states()
         for name, case in (cases or REFUSAL_CASES).items():
-            answer, message = await case(hand, stages)
-            after = await hand.states()
+            answer, message = await case(session, stages)
+            after = await session.states()
             kept = len(before) == len(stages.route.stages) and after == before
             if name == _SUCCEEDS:
                 kept = all(state.position == stages.n_ctx for state in after)

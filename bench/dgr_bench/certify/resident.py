@@ -1,6 +1,6 @@
 """Resident memory of stages, in a process of their own: what was allocated there before does not blur it.
 
-    python -m dgr_bench.certify.resident MODEL SPLIT CONTEXT.json
+    python -P -m dgr_bench.certify.resident MODEL SPLIT CONTEXT.json
 
 prints one JSON object: ``before`` and ``loaded``, bytes.
 """
@@ -20,8 +20,6 @@ from dgr.model.route import parse_split
 from dgr.runtime.local import load_engines
 from dgr_bench.subjects import resident_bytes
 
-__all__ = ["Resident", "resident_with"]
-
 
 class Resident(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes before loading (stages were loaded once already, and stopped), and with every stage loaded.
@@ -37,7 +35,7 @@ async def resident_with(artifact: Artifact, ranges: Sequence[LayerRange], contex
     """Load stages in a child process. Raises :class:`~dgr.errors.EngineError` with its last words when it fails."""
     split = ",".join(map(str, ranges))
     about = msgspec.json.encode(context).decode()
-    command = [sys.executable, "-m", "dgr_bench.certify.resident", str(artifact.file.path), split, about]
+    command = [sys.executable, "-P", "-m", "dgr_bench.certify.resident", str(artifact.file.path), split, about]
     done = await trio.run_process(command, capture_stdout=True, capture_stderr=True, check=False)
     if done.returncode:
         words = done.stderr.decode(errors="replace").strip().splitlines() or ["nothing"]

@@ -27,24 +27,6 @@ from dgr.testing.processes import Program, is_gone, open_up, write_route
 from dgr.testing.waits import until
 from dgr.wire.nurseries import open_nursery
 
-__all__ = [
-    "FAULTS",
-    "HEARTBEAT",
-    "MOMENTS",
-    "DrillCase",
-    "Fault",
-    "Injection",
-    "Leftovers",
-    "Moment",
-    "Outcome",
-    "Scenario",
-    "Testbed",
-    "open_testbed",
-    "run_case",
-    "survivors",
-    "undisturbed",
-]
-
 Fault = Literal["kill", "cut", "stall", "slow"]
 FAULTS: tuple[Fault, ...] = ("kill", "cut", "stall", "slow")
 Moment = Literal["prefill", "token 1", "token n", "cancel", "twice"]
@@ -210,7 +192,7 @@ async def _fence(pipeline: Pipeline) -> RouteChanged:
     async for event in events:
         if isinstance(event, RouteChanged):
             return event
-    raise AssertionError("a change of route is always told")
+    raise AssertionError("a change of route is always reported")
 
 
 async def survivors(pids: Sequence[int] | set[int], seconds: float) -> list[int]:
@@ -222,15 +204,17 @@ async def survivors(pids: Sequence[int] | set[int], seconds: float) -> list[int]
     return []
 
 
-async def undisturbed(model: Path, scenario: Scenario) -> tuple[list[int], list[int]]:
-    """What the whole model in this process answers to the first prompt, and to the next one after ``late`` tokens."""
+async def undisturbed(model: Path, scenario: Scenario) -> dict[str, list[int]]:
+    """``answer`` and ``next_answer`` of the whole model in this process: to the first prompt, and to the next one after
+    ``late`` tokens."""
     context = ContextParams(n_ctx=scenario.n_ctx, n_batch=scenario.chunk, n_ubatch=scenario.chunk)
     async with open_pipeline(model, context=context, chunk=scenario.chunk) as pipeline:
         async with pipeline.session() as session:
             answer = await _take(session.generate(scenario.tokens(0), max_tokens=scenario.answer, stop=()))
         async with pipeline.session() as session:
             transcript = [*scenario.tokens(0), *answer[: scenario.late], *scenario.tokens(1)]
-            return answer, await _take(session.generate(transcript, max_tokens=scenario.answer, stop=()))
+            next_answer = await _take(session.generate(transcript, max_tokens=scenario.answer, stop=()))
+    return {"answer": answer, "next_answer": next_answer}
 
 
 async def run_case(case: DrillCase, model: Path, scenario: Scenario) -> Outcome:

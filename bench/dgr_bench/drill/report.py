@@ -2,151 +2,125 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import TYPE_CHECKING
+from functools import partial
 
-from dgr_bench import reports
-from dgr_bench.drill.fault_injection import FAULTS, DrillCase, Outcome, Scenario
+from dgr_bench.drill.fault_injection import FAULTS, Injection, Scenario
+from dgr_bench.drill.metrics import Found
 from dgr_bench.drill.ring import RingPoint
-from dgr_bench.plots import BLUE, GREEN, GREY, RED, draw
+from dgr_bench.plots import BLUE, GREEN, GREY, RED, Axes, Plot
+from dgr_bench.reports import Section, number, table
 from dgr_bench.results import Result
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-__all__ = ["write"]
 
 _MARKERS = {"prefill": "o", "token 1": "s", "token n": "^", "cancel": "D", "twice": "v"}
 _COLOURS = dict(zip(FAULTS, (RED, BLUE, GREEN, GREY), strict=True))
 
 
-def write(
-    result: Result, folder: Path, found: list[tuple[DrillCase, Outcome]], points: list[RingPoint], scenario: Scenario
-) -> Path:
-    """Write ``report.md`` and the plots."""
-    parts = [reports.heading(result, "Drill"), reports.verdicts(result)]
+def tables(result: Result, found: Found, points: list[RingPoint], scenario: Scenario) -> list[Section]:
+    """Losses, slow cables, the ring: what was measured of them."""
+    sections = []
     if any(case.fault != "slow" for case, _ in found):
-        parts += ["## Losses", _losses(result), _pictures(folder, found, scenario), _cases(found, scenario)]
-    if result.metrics["slow"]:
-        parts += ["## A slow cable", _slow(result)]
+        sections.append(Section("Losses", (_losses(result), _cases(found, scenario))))
+    if slow := result.metrics["slow"]:
+        heads = ("fault/stage", "added, ms a token", "usual, ms a token", "slow, ms a token")
+        rows = [
+            (name, f"{times['added_ms']:g}", number(times["usual_ms"]), number(times["slow_ms"]))
+            for name, times in slow.items()
+        ]
+        sections.append(Section("A slow cable", (table(heads, rows),)))
     if points:
-        parts += ["## A delayed ring", _ring(points), _ring_picture(folder, points, len(scenario.split) + 1)]
-    parts += ["## Machine", reports.machine(result)]
-    return reports.write_report(folder, *parts)
+        sections.append(Section("A delayed ring", (_ring(points),)))
+    return sections
 
 
 def _losses(result: Result) -> str:
-    rows = []
-    for name, times in result.metrics["losses"].items():
-        cells = [
-            times.get(what, {}).get(which) for what in ("detected_ms", "recovered_ms") for which in ("median", "worst")
-        ]
-        rows.append((name, *("none" if cell is None else f"{cell:.0f}" for cell in cells)))
-    heads = ("act/stage", "reported after, ms", "worst", "next token after, ms", "worst")
-    return reports.table(heads, rows)
-
-
-def _cases(found: list[tuple[DrillCase, Outcome]], scenario: Scenario) -> str:
-    rows = []
-    for case, outcome in found:
-        reported = ", ".join(
-            "never" if one.detected is None else f"{1e3 * one.detected:.0f}" for one in outcome.injections
-        )
-        back = ", ".join(f"{1e3 * one.recovered:.0f}" for one in outcome.injections if one.recovered is not None)
-        again = ", ".join(map(str, outcome.reprefilled)) or "none"
-        if case.fault != "slow":
-            rows.append((case.name(scenario), reported, back or "none", again, outcome.error or "answered"))
-    heads = ("case", "reported after, ms", "next token after, ms", "tokens re-prefilled", "outcome")
-    return reports.table(heads, rows)
-
-
-def _slow(result: Result) -> str:
+    heads = ("fault/stage", "reported after, ms", "worst", "next token after, ms", "worst")
+    cells = [(what, which) for what in ("detected_ms", "recovered_ms") for which in ("median", "worst")]
     rows = [
-        (name, f"{times['added_ms']:g}", f"{times['usual_ms']:.1f}", f"{times['slow_ms']:.1f}")
-        for name, times in result.metrics["slow"].items()
+        (name, *(number(times.get(what, {}).get(which), 0) or "none" for what, which in cells))
+        for name, times in result.metrics["losses"].items()
     ]
-    return reports.table(("act/stage", "added, ms a token", "usual, ms a token", "slow, ms a token"), rows)
+    return table(heads, rows)
+
+
+def _cases(found: Found, scenario: Scenario) -> str:
+    heads = ("case", "reported after, ms", "next token after, ms", "tokens re-prefilled", "outcome")
+    rows = [
+        (
+            case.name(scenario),
+            ", ".join(number(one.detected, 0, 1e3) or "never" for one in outcome.injections),
+            ", ".join(number(one.recovered, 0, 1e3) or "never" for one in outcome.injections),
+            ", ".join(map(str, outcome.reprefilled)) or "none",
+            outcome.error or "answered",
+        )
+        for case, outcome in found
+        if case.fault != "slow"
+    ]
+    return table(heads, rows)
 
 
 def _ring(points: list[RingPoint]) -> str:
+    heads = (
+        "delay of a cable, ms", "around the ring, ms", "compute, ms", "compute after as much idleness, ms",
+        "measured, ms a token", "over compute after idleness + delays", "over compute + delays", "tokens",
+    )  # fmt: skip
     rows = [
         (
-            f"{one.delay_ms:g}",
-            f"{one.added_ms:g}",
-            f"{one.usual_ms:.2f}",
-            f"{one.rested_ms:.2f}",
-            f"{one.delayed_ms:.2f}",
-            f"{one.over_rested:+.1%}",
-            f"{one.over:+.1%}",
+            *(f"{ms:g}" for ms in (one.delay_ms, one.added_ms)),
+            *(f"{ms:.2f}" for ms in (one.usual_ms, one.rested_ms, one.delayed_ms)),
+            *(f"{share:+.1%}" for share in (one.over_rested, one.over)),
             one.count,
         )
         for one in points
     ]
-    heads = (
-        "delay of a cable, ms",
-        "around the ring, ms",
-        "compute, ms",
-        "compute after as much idleness, ms",
-        "measured, ms a token",
-        "over compute after idleness + delays",
-        "over compute + delays",
-        "tokens",
-    )
-    return reports.table(heads, rows)
+    return table(heads, rows)
 
 
-def _pictures(folder: Path, found: list[tuple[DrillCase, Outcome]], scenario: Scenario) -> str:
-    pictures = []
-    for stem, title, what in (
-        ("detection", "A loss is reported", "from the act to the pipeline's event, ms"),
-        ("recovery", "The answer goes on", "from the act to the next token, ms"),
-    ):
-        lost = [(case, outcome) for case, outcome in found if case.fault != "slow"]
-
-        def paint(axes: Axes, stem: str = stem, lost: list[tuple[DrillCase, Outcome]] = lost) -> None:
-            places = sorted({(FAULTS.index(case.fault), case.stage) for case, _ in lost})
-            for moment, marker in _MARKERS.items():
-                spots = [
-                    (places.index((FAULTS.index(case.fault), case.stage)), 1e3 * seconds, case.fault)
-                    for case, outcome in lost
-                    for one in outcome.injections
-                    if case.moment == moment
-                    and (seconds := one.detected if stem == "detection" else one.recovered) is not None
-                ]
-                shift = 0.1 * (list(_MARKERS).index(moment) - 2)
-                for act in {act for _, _, act in spots}:
-                    xs, ys = zip(*((x + shift, y) for x, y, of in spots if of == act), strict=True)
-                    axes.plot(xs, ys, marker, color=_COLOURS[act])
-                if spots:
-                    axes.plot([], [], marker, color="black", label=moment)
-            if stem == "detection":
-                axes.set_yscale("log")
-            else:
-                axes.set_ylim(bottom=0)
-            axes.set_xlim(-0.6, len(places) - 0.4)
-            names = [f"{scenario.stage_name(stage)}\n{FAULTS[act]}" for act, stage in places]
-            axes.set_xticks(range(len(places)), names)
-            axes.grid(visible=False, axis="x")
-
-        path = draw(folder, stem, title, "stage and act", what, paint)
-        pictures.append(reports.picture(path, f"{title}: {what}, by stage and act"))
-    return "\n".join(pictures)
+# --- plots -----------------------------------------------------------------------------------------------------------
 
 
-def _ring_picture(folder: Path, points: list[RingPoint], hops: int) -> str:
-    def paint(axes: Axes) -> None:
-        delays = [one.delay_ms for one in points]
-        axes.plot(
-            delays,
-            [one.rested_ms + one.added_ms for one in points],
-            "-",
-            color=GREY,
-            label="compute after as much idleness + delays",
-        )
-        axes.plot(delays, [one.delayed_ms for one in points], "o", color=BLUE, label="measured")
-        axes.set_xlim(left=0)
+def plots(found: Found, points: list[RingPoint], scenario: Scenario) -> list[Plot]:
+    """Losses by stage and fault; the ring over its delay."""
+    drawn = []
+    lost = [(case, outcome) for case, outcome in found if case.fault != "slow"]
+    if lost:
+        for stem, title, what in (
+            ("detection", "A loss is reported", "from the fault to the pipeline's event, ms"),
+            ("recovery", "The answer goes on", "from the fault to the next token, ms"),
+        ):
+            paint = partial(_paint_losses, lost, scenario, stem == "detection")
+            drawn.append(Plot("Losses", stem, title, "stage and fault", what, paint))
+    if points:
+        title = f"Time per token over a delayed ring of {len(scenario.split) + 1} hops"
+        x, y = "one-way delay of each cable, ms", "median time per token, ms"
+        drawn.append(Plot("A delayed ring", "ring", title, x, y, partial(_paint_ring, points)))
+    return drawn
+
+
+def _paint_losses(lost: Found, scenario: Scenario, detection: bool, axes: Axes) -> None:
+    def seconds(injection: Injection) -> float | None:
+        return injection.detected if detection else injection.recovered
+
+    places = sorted({(FAULTS.index(case.fault), case.stage) for case, _ in lost})
+    for at, (moment, marker) in enumerate(_MARKERS.items()):
+        cases = [(case, outcome) for case, outcome in lost if case.moment == moment]
+        for case, outcome in cases:
+            place = places.index((FAULTS.index(case.fault), case.stage)) + 0.1 * (at - 2)
+            times = [1e3 * time for one in outcome.injections if (time := seconds(one)) is not None]
+            axes.plot([place] * len(times), times, marker, color=_COLOURS[case.fault])
+        if cases:
+            axes.plot([], [], marker, color="black", label=moment)
+    if detection:
+        axes.set_yscale("log")
+    else:
         axes.set_ylim(bottom=0)
+    axes.set_xlim(-0.6, len(places) - 0.4)
+    axes.set_xticks(range(len(places)), [f"{scenario.stage_name(stage)}\n{FAULTS[fault]}" for fault, stage in places])
+    axes.grid(visible=False, axis="x")
 
-    title = f"Time per token over a delayed ring of {hops} hops"
-    path = draw(folder, "ring", title, "one-way delay of each cable, ms", "median time per token, ms", paint)
-    return reports.picture(path, title)
+
+def _paint_ring(points: list[RingPoint], axes: Axes) -> None:
+    delays, expected = [one.delay_ms for one in points], [one.rested_ms + one.added_ms for one in points]
+    axes.plot(delays, expected, "-", color=GREY, label="compute after as much idleness + delays")
+    axes.plot(delays, [one.delayed_ms for one in points], "o", color=BLUE, label="measured")
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)

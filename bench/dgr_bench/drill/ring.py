@@ -15,9 +15,7 @@ from dgr import Generation
 from dgr.errors import DeadlineExceeded, DgrError
 from dgr.testing.cables import Cable
 from dgr_bench.drill.fault_injection import Leftovers, Scenario, open_testbed
-from dgr_bench.results import median
-
-__all__ = ["Delays", "RingPoint", "RingRound", "Times", "points_of", "run_round"]
+from dgr_bench.quartiles import median
 
 #: Seconds after which a round hangs.
 _HANG = 300.0

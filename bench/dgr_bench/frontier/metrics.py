@@ -4,30 +4,16 @@ from __future__ import annotations
 
 import math
 import random
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import msgspec
-from attrs import frozen
 
 from dgr import Numerics
-from dgr_bench.certify.metrics import percentile, slope
-from dgr_bench.quartiles import quartiles_of
-from dgr_bench.results import Check, median
-
-__all__ = [
-    "GOAL",
-    "SUBJECTS",
-    "At",
-    "BesideUpstream",
-    "FrontierPlan",
-    "Line",
-    "SubjectRun",
-    "checks",
-    "line",
-    "metrics",
-    "ratio_interval",
-]
+from dgr_bench.benchmark import Units
+from dgr_bench.quartiles import Line, Times, line_over, median, quartiles_of
+from dgr_bench.verdicts import Check, Tally, answers_tell, first_difference, judge
 
 #: Tells the machine's speed; results name it so.
 BASELINE = "yardstick"
@@ -39,11 +25,6 @@ GOAL = 0.03
 #: Neighbouring tokens share the weather of the machine: the bootstrap draws blocks of so many.
 _BLOCK = 8
 _RESAMPLES = 1000
-#: Fewer different token ids in an answer would not tell a right one from a wrong one.
-_TELLING = 4
-
-#: Context -> seconds a token, in the order in which tokens were drawn.
-Times: TypeAlias = Mapping[int, Sequence[float]]
 
 
 class FrontierPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,30 +98,6 @@ class BesideUpstream(msgspec.Struct, kw_only=True):
 # --- lines -----------------------------------------------------------------------------------------------------------
 
 
-@frozen
-class Line:
-    """Median time per token over context, least squares."""
-
-    #: Milliseconds that a thousand tokens of context add to a token.
-    slope_ms: float
-    #: Milliseconds of a token without context.
-    base_ms: float
-
-    def at(self, context: int) -> float:
-        """Milliseconds of a token at a context."""
-        return self.base_ms + self.slope_ms * context / 1000
-
-
-def line(times: Times) -> Line:
-    """The line through the medians; NaN of fewer than two contexts."""
-    points = [(context / 1000, 1e3 * median(seconds)) for context, seconds in times.items()]
-    found = slope(points)
-    if found is None:
-        return Line(math.nan, math.nan)
-    mean_x, mean_y = (sum(values) / len(points) for values in zip(*points, strict=True))
-    return Line(found, mean_y - found * mean_x)
-
-
 def _ratio(ours: Line, theirs: Line) -> float:
     return ours.slope_ms / theirs.slope_ms if theirs.slope_ms else math.inf
 
@@ -152,11 +109,12 @@ def ratio_interval(ours: Times, theirs: Times, seed: int = 0) -> tuple[float, fl
     for _ in range(_RESAMPLES):
         drawn = {context: list(_blocks(dice, len(seconds))) for context, seconds in ours.items()}
         one, other = (
-            line({context: [side[context][at] for at in places] for context, places in drawn.items()})
+            line_over({context: [side[context][at] for at in places] for context, places in drawn.items()})
             for side in (ours, theirs)
         )
         ratios.append(_ratio(one, other))
-    return percentile(ratios, 0.025), percentile(ratios, 0.975)
+    ends = statistics.quantiles(ratios, n=40, method="inclusive")
+    return ends[0], ends[-1]
 
 
 def _blocks(dice: random.Random, count: int) -> Iterator[int]:
@@ -170,18 +128,18 @@ def _blocks(dice: random.Random, count: int) -> Iterator[int]:
 # --- metrics ---------------------------------------------------------------------------------------------------------
 
 
-def _measured(plan: FrontierPlan, units: Mapping[str, Any]) -> list[At]:
+def _measured(plan: FrontierPlan, units: Units) -> list[At]:
     """Lengths that were measured to their end."""
     found = (units.get(f"length/{length}") for length in plan.lengths)
     return [msgspec.convert(unit, At) for unit in found if unit is not None and not unit.get("error")]
 
 
-def _beside(plan: FrontierPlan, units: Mapping[str, Any]) -> list[BesideUpstream]:
+def _beside(plan: FrontierPlan, units: Units) -> list[BesideUpstream]:
     found = (units.get(f"upstream/{length}") for length in plan.lengths)
     return [msgspec.convert(unit, BesideUpstream) for unit in found if unit is not None and not unit.get("error")]
 
 
-def metrics(plan: FrontierPlan, units: Mapping[str, Any]) -> dict[str, Any]:
+def metrics(plan: FrontierPlan, units: Units) -> dict[str, Any]:
     """Everything that a report shows. Times are milliseconds; ratios are over the whole model's, pair by pair."""
     measured = _measured(plan, units)
     raw, steady = _raw(plan, measured), _steady(plan, measured)
@@ -229,7 +187,7 @@ def _length(plan: FrontierPlan, at: At, steady: Mapping[str, Times]) -> dict[str
 
 def _slope_of(name: str, times: Mapping[str, Times]) -> dict[str, Any]:
     """A subject's line, and its slope over the whole model's; None where that does not grow."""
-    found, base = line(times[name]), line(times["whole"])
+    found, base = line_over(times[name]), line_over(times["whole"])
     result: dict[str, Any] = {"slope_ms_per_1000": found.slope_ms, "base_ms": found.base_ms}
     if name != "whole":
         result["slope_ratio"] = _ratio(found, base) if base.slope_ms > 0 else None
@@ -247,13 +205,13 @@ def _growth(name: str, times: Mapping[str, Times]) -> dict[str, Any]:
 
 
 def _without(times: Times, left: int) -> Line:
-    return line({context: seconds for context, seconds in times.items() if context != left})
+    return line_over({context: seconds for context, seconds in times.items() if context != left})
 
 
 def _upstream(beside: Sequence[BesideUpstream]) -> dict[str, Any]:
     """Lines of both sides, and medians at each depth."""
     ours, theirs = ({at.length: getattr(at, side) for at in beside} for side in ("ours_s", "theirs_s"))
-    lines = {"ours": line(ours), "theirs": line(theirs)}
+    lines = {"ours": line_over(ours), "theirs": line_over(theirs)}
     return {
         **{side: {"slope_ms_per_1000": found.slope_ms, "base_ms": found.base_ms} for side, found in lines.items()},
         "slope_ratio": _ratio(lines["ours"], lines["theirs"]) if lines["theirs"].slope_ms > 0 else None,
@@ -271,80 +229,49 @@ def _upstream(beside: Sequence[BesideUpstream]) -> dict[str, Any]:
 # --- verdicts --------------------------------------------------------------------------------------------------------
 
 
-def checks(plan: FrontierPlan, units: Mapping[str, Any]) -> list[Check]:
+def checks(plan: FrontierPlan, units: Units) -> list[Check]:
     """The verdicts on all units."""
     measured = _measured(plan, units)
     found = [_complete(plan, units)]
     if plan.numerics is Numerics.EXACT:
-        found += [_telling(measured), _tokens(plan, measured)]
+        answers = {f"after {at.length} tokens": at.runs["whole"].tokens for at in measured}
+        found += [answers_tell(answers), _tokens(plan, measured)]
     found.append(_states(plan, measured))
     if plan.goal is not None:
         found.append(_slope(plan, measured, plan.goal))
     return found
 
 
-def _verdict(name: str, cases: int, faults: Sequence[str], well: str) -> Check:
-    detail = f"{len(faults)} of {cases} fail; {faults[0]}" if faults else well
-    return Check(name=name, passed=bool(cases) and not faults, cases=cases, detail=detail)
-
-
-def _complete(plan: FrontierPlan, units: Mapping[str, Any]) -> Check:
+def _complete(plan: FrontierPlan, units: Units) -> Check:
     wanted = [f"{what}/{length}" for what in ("length", "upstream")[: 1 + plan.upstream] for length in plan.lengths]
-    errors = {unit: units.get(unit, {"error": "not measured"}).get("error") for unit in wanted}
-    faults = [f"{unit}: {error}" for unit, error in errors.items() if error]
-    return _verdict("every length is measured", len(wanted), faults, "to the last token")
-
-
-def _telling(measured: Sequence[At]) -> Check:
-    kinds = {at.length: len({*at.runs["whole"].tokens}) for at in measured}
-    faults = [
-        f"{count} different token ids after {length} tokens; {_TELLING} tell answers apart"
-        for length, count in kinds.items()
-        if count < _TELLING
-    ]
-    well = f"{min(kinds.values(), default=0)} different token ids or more in each answer"
-    return _verdict("answers tell", len(kinds), faults, well)
+    errors = ((unit, str(units.get(unit, {"error": "not measured"}).get("error") or "")) for unit in wanted)
+    return judge("every length is measured", "to the last token", errors)
 
 
 def _tokens(plan: FrontierPlan, measured: Sequence[At]) -> Check:
-    faults, cases = [], 0
-    for at in measured:
-        right = at.runs["whole"].tokens
-        for name in plan.compared:
-            cases += 1
-            drawn = at.runs[name].tokens
-            if drawn != right:
-                place = next(
-                    (place for place, pair in enumerate(zip(drawn, right, strict=False)) if pair[0] != pair[1]), None
-                )
-                what = (
-                    f"{len(drawn)} tokens, not {len(right)}"
-                    if place is None
-                    else f"token {place} is {drawn[place]}, in the whole model {right[place]}"
-                )
-                faults.append(f"{name} after {at.length} tokens: {what}")
-    return _verdict(
-        "stages draw the whole model's tokens", cases, faults, f"{plan.decode + 1} of each answer, bit for bit"
+    faults = (
+        (f"{name} after {at.length} tokens", first_difference(at.runs[name].tokens, at.runs["whole"].tokens))
+        for at in measured
+        for name in plan.compared
     )
+    return judge("stages draw the whole model's tokens", f"{plan.decode + 1} of each answer, bit for bit", faults)
 
 
 def _states(plan: FrontierPlan, measured: Sequence[At]) -> Check:
     stages = {"split": plan.split.count(",") + 1}
-    faults, cases = [], 0
+    tally = Tally("no session lost its state", "every stage committed every token once")
     for at in measured:
         for name, run in at.runs.items():
-            cases += 1
             wanted = [plan.prompt(name, at.length) + plan.decode] * stages.get(name, 1)
-            if run.lost:
-                faults.append(f"{name} at {at.length}: {run.lost[0]}")
-            elif run.positions != wanted:
-                faults.append(f"{name} at {at.length}: {run.positions} tokens committed at the end, not {wanted}")
-    return _verdict("no session lost its state", cases, faults, "every stage committed every token once")
+            committed = f"{run.positions} tokens committed at the end, not {wanted}"
+            fault = run.lost[0] if run.lost else committed if run.positions != wanted else ""
+            tally.hold(not fault, f"{name} at {at.length}: {fault}")
+    return tally.check()
 
 
 def _slope(plan: FrontierPlan, measured: Sequence[At], goal: float) -> Check:
     steady = _steady(plan, measured)
-    found, base = _growth("one", steady), line(steady["whole"])
+    found, base = _growth("one", steady), line_over(steady["whole"])
     ratio, pairs = found["slope_ratio"], sum(map(len, steady["one"].values()))
     if ratio is None:
         detail = f"the whole model's slope is {base.slope_ms:.3f} ms per 1000 tokens: no growth to compare with"

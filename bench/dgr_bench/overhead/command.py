@@ -8,7 +8,7 @@ Four comparisons on one artifact with equal settings (batch, sub-batch, context,
 * a hop of one token's boundary, in process and over loopback TLS, beyond its wire (see ``dgr_bench.overhead.hops``).
 
 The two sides of a comparison alternate round by round, and so does who begins. Prefill is timed from the prompt to the first
-token; decoding from an answer's first token to its last, drawn greedily. llama-bench draws no token and its metrics hold no
+token; decoding from an answer's first token to its last, drawn greedily. llama-bench draws no token and its times hold no
 start, load or warm-up; its tests are as many tokens at the same positions.
 
 Units, beside those of ``dgr_bench.overhead.hops``:
@@ -21,11 +21,13 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
+import msgspec
 import trio
 from attrs import asdict, evolve, frozen
 
@@ -36,30 +38,47 @@ from dgr.errors import InputError
 from dgr.testing.chain import cut_at, some_tokens
 from dgr.testing.models import cached_fixture
 from dgr.testing.processes import open_up, write_route
-from dgr_bench import reports
-from dgr_bench.options import add_run_arguments, exit_code, say
+from dgr_bench.benchmark import Group, Store, Unit, Units, benchmark_command
+from dgr_bench.llama_bench import LlamaBench, add_llama_bench_argument, find_llama_bench
 from dgr_bench.overhead import hops
-from dgr_bench.plots import BLUE, GREY, RED, draw
-from dgr_bench.progress import Progress
-from dgr_bench.quartiles import Goal, Quartiles, quartiles_of
-from dgr_bench.results import Check, Journal, Result
-from dgr_bench.upstream import LlamaBench, find_llama_bench
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
-__all__ = ["Comparison", "checks", "comparisons", "measure", "metrics", "register"]
+from dgr_bench.overhead.hops import Hops, HopsPlan
+from dgr_bench.plots import BLUE, GREY, RED, Axes, Plot
+from dgr_bench.quartiles import Quartiles, quartiles_of
+from dgr_bench.reports import Section, table
+from dgr_bench.results import Kind, Result
+from dgr_bench.verdicts import Check, Goal
 
 #: Seconds that one run of one side took.
 Timed: TypeAlias = Callable[[], Awaitable[float]]
+#: Both sides, ready to run: ours first.
+Sides: TypeAlias = tuple[Timed, Timed]
 
-#: Speed of ours over speed of theirs.
-_GOAL = Goal("at least", 0.97)
-#: A token of the small model is all overhead: ``--quick`` shows that everything runs.
-_QUICK_GOAL = Goal("at least", 0.2)
+#: Speed of ours over speed of theirs. A token of the small model is all overhead: ``--quick`` shows that everything runs.
+_GOAL, _QUICK_GOAL = 0.97, 0.2
 #: Tokens of a run, and rounds.
-_FULL = {"tokens": {"prefill": 512, "decode": 64}, "rounds": {"prefill": 6, "decode": 20}}
-_QUICK = {"tokens": {"prefill": 64, "decode": 16}, "rounds": {"prefill": 2, "decode": 2}}
+_FULL: dict[str, Any] = {"tokens": {"prefill": 512, "decode": 64}, "rounds": {"prefill": 6, "decode": 20}}
+_QUICK: dict[str, Any] = {"tokens": {"prefill": 64, "decode": 16}, "rounds": {"prefill": 2, "decode": 2}}
+
+
+class OverheadPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """What is compared."""
+
+    name: str
+    #: Tokens of a run, and rounds, of ``prefill`` and ``decode``.
+    tokens: dict[str, int]
+    rounds: dict[str, int]
+    #: Of a stage and of llama-bench.
+    threads: tuple[int, ...]
+    #: Layer ranges of the two stage processes.
+    split: tuple[str, ...]
+    #: Context parameters of both sides.
+    settings: dict[str, Any]
+    goal: float
+    hops: HopsPlan
+
+    def context(self, phase: str, numerics: Numerics) -> ContextParams:
+        """As llama-bench does, a context as long as the test."""
+        return ContextParams(n_ctx=self.tokens[phase], numerics=numerics, **self.settings)
 
 
 # --- one run of one side ---------------------------------------------------------------------------------------------
@@ -85,6 +104,10 @@ async def decode_seconds(pipeline: Pipeline, tokens: int) -> float:
         return trio.current_time() - began
 
 
+def _runs(pipeline: Pipeline, phase: str, tokens: int) -> Timed:
+    return partial(prefill_seconds if phase == "prefill" else decode_seconds, pipeline, tokens)
+
+
 # --- comparisons -----------------------------------------------------------------------------------------------------
 
 
@@ -98,153 +121,172 @@ class Comparison:
     rounds: int
     #: For the median of the ratios; None: it is shown, and nothing is asked of it.
     goal: Goal | None
-    #: Both sides, ready to run: ours first.
-    open: Callable[[], AbstractAsyncContextManager[tuple[Timed, Timed]]]
+    open: Callable[[], AbstractAsyncContextManager[Sides]]
+
+    def group(self) -> Group:
+        """Its rounds."""
+        units = [Unit(self._unit(number), partial(self._round, number)) for number in range(self.rounds)]
+        return Group(units, self._warm)
+
+    def _unit(self, number: int) -> str:
+        return f"{self.name}, round {number}"
+
+    @asynccontextmanager
+    async def _warm(self) -> AsyncIterator[Sides]:
+        async with self.open() as sides:
+            for side in sides:
+                await side()
+            yield sides
+
+    async def _round(self, number: int, sides: Sides) -> dict[str, Any]:
+        order = (0, 1) if number % 2 == 0 else (1, 0)
+        seconds = {side: await sides[side]() for side in order}
+        began = ("ours", "theirs")[order[0]]
+        return {"tokens": self.tokens, "ours_s": seconds[0], "theirs_s": seconds[1], "began": began}
+
+    def measured(self, units: Units) -> list[dict[str, Any]]:
+        """The rounds that were measured to their end."""
+        found = (units.get(self._unit(number), {}) for number in range(self.rounds))
+        return [dict(unit) for unit in found if "ours_s" in unit]
 
 
-def _runs(pipeline: Pipeline, phase: str, tokens: int) -> Timed:
-    seconds = prefill_seconds if phase == "prefill" else decode_seconds
-    return lambda: seconds(pipeline, tokens)
-
-
-def comparisons(model: Path, locked: Mapping[str, Any], llama_bench: Path) -> list[Comparison]:
+def comparisons(model: Path, plan: OverheadPlan, llama_bench: Path) -> list[Comparison]:
     """Everything that a plan compares, hops aside."""
-    goal = Goal("at least", locked["goal"])
     found: list[Comparison] = []
 
-    def context(phase: str, numerics: Numerics) -> ContextParams:
-        # As llama-bench does, a context as long as the test.
-        return ContextParams(n_ctx=locked["tokens"][phase], numerics=numerics, **locked["settings"])
+    def add(phase: str, name: str, sides: Callable[[], AbstractAsyncContextManager[Sides]], goal: bool = True) -> None:
+        asked = Goal("at least", plan.goal) if goal else None
+        found.append(Comparison(f"{phase}, {name}", plan.tokens[phase], plan.rounds[phase], asked, sides))
 
-    def against_upstream(phase: str, threads: int) -> Comparison:
-        tokens, native = locked["tokens"][phase], context(phase, Numerics.NATIVE)
+    @asynccontextmanager
+    async def against_upstream(phase: str, threads: int) -> AsyncIterator[Sides]:
+        tokens, native = plan.tokens[phase], plan.context(phase, Numerics.NATIVE)
         theirs = LlamaBench(llama_bench, build_info()["llama_cpp_commit"], model, native, threads)
+        async with open_pipeline(model, context=native, threads=threads) as pipeline:
+            yield _runs(pipeline, phase, tokens), partial(theirs.seconds, **{phase: tokens})
 
-        @asynccontextmanager
-        async def sides() -> AsyncIterator[tuple[Timed, Timed]]:
-            async with open_pipeline(model, context=native, threads=threads) as pipeline:
-                yield _runs(pipeline, phase, tokens), lambda: theirs.seconds(**{phase: tokens})
-
-        name = f"{phase}, one stage / llama-bench, {threads} thread{'s' * (threads > 1)}"
-        return Comparison(name, tokens, locked["rounds"][phase], goal, sides)
-
-    def in_two_processes() -> Comparison:
-        tokens, native = locked["tokens"]["decode"], context("decode", Numerics.NATIVE)
+    @asynccontextmanager
+    async def in_two_processes() -> AsyncIterator[Sides]:
+        tokens, native = plan.tokens["decode"], plan.context("decode", Numerics.NATIVE)
         # A stage takes no batch longer than its context, and would not be the one that the route asks for.
         native = evolve(native, n_ctx=max(native.n_ctx, native.n_batch))
+        with tempfile.TemporaryDirectory() as folder:
+            settings = asdict(native) | {"numerics": native.numerics.value}
+            file = write_route(Path(folder) / "route.toml", model, plan.split, **settings)
+            async with open_up(file), open_route(file) as two, open_pipeline(model, context=native) as whole:
+                yield _runs(two, "decode", tokens), _runs(whole, "decode", tokens)
 
-        @asynccontextmanager
-        async def sides() -> AsyncIterator[tuple[Timed, Timed]]:
-            with tempfile.TemporaryDirectory() as folder:
-                settings = asdict(native) | {"numerics": native.numerics.value}
-                file = write_route(Path(folder) / "route.toml", model, locked["split"], **settings)
-                async with open_up(file), open_route(file) as two, open_pipeline(model, context=native) as whole:
-                    yield _runs(two, "decode", tokens), _runs(whole, "decode", tokens)
+    @asynccontextmanager
+    async def of_numerics(phase: str) -> AsyncIterator[Sides]:
+        async with (
+            open_pipeline(model, context=plan.context(phase, Numerics.EXACT)) as exact,
+            open_pipeline(model, context=plan.context(phase, Numerics.NATIVE)) as native,
+        ):
+            yield _runs(exact, phase, plan.tokens[phase]), _runs(native, phase, plan.tokens[phase])
 
-        name = "decode, two processes / whole, 1 thread each"
-        return Comparison(name, tokens, locked["rounds"]["decode"], goal, sides)
-
-    def of_numerics(phase: str) -> Comparison:
-        tokens = locked["tokens"][phase]
-
-        @asynccontextmanager
-        async def sides() -> AsyncIterator[tuple[Timed, Timed]]:
-            async with (
-                open_pipeline(model, context=context(phase, Numerics.EXACT)) as exact,
-                open_pipeline(model, context=context(phase, Numerics.NATIVE)) as native,
-            ):
-                yield _runs(exact, phase, tokens), _runs(native, phase, tokens)
-
-        asked = None if phase == "prefill" else goal
-        name = f"{phase}, exact / native numerics, 1 thread"
-        return Comparison(name, tokens, locked["rounds"][phase], asked, sides)
-
-    for threads in locked["threads"]:
-        found += [against_upstream(phase, threads) for phase in ("prefill", "decode")]
-    return [*found, in_two_processes(), of_numerics("prefill"), of_numerics("decode")]
-
-
-async def measure(journal: Journal, compared: Sequence[Comparison], bar: Progress) -> None:
-    """Measure the rounds that are missing in the journal."""
-    for comparison in compared:
-        units = [f"{comparison.name}, round {number}" for number in range(comparison.rounds)]
-        missing = [number for number, unit in enumerate(units) if journal.get(unit) is None]
-        bar.begin(comparison.name)
-        bar.done(comparison.rounds - len(missing))
-        if not missing:
-            continue
-        async with comparison.open() as sides:
-            for side in sides:
-                await side()  # warm-up
-            for number in missing:
-                order = (0, 1) if number % 2 == 0 else (1, 0)
-                seconds = {side: await sides[side]() for side in order}
-                raw = {"tokens": comparison.tokens, "ours_s": seconds[0], "theirs_s": seconds[1]}
-                journal.put(units[number], {**raw, "began": ("ours", "theirs")[order[0]]})
-                bar.done()
-
-
-# --- metrics and verdicts --------------------------------------------------------------------------------------------
-
-
-def ratios(units: Mapping[str, dict[str, Any]]) -> dict[str, list[float]]:
-    """Comparison -> speed of ours over speed of theirs, for each round."""
-    found: dict[str, list[float]] = {}
-    for name, unit in units.items():
-        if "ours_s" in unit:
-            found.setdefault(name.rpartition(", round ")[0], []).append(unit["theirs_s"] / unit["ours_s"])
+    for threads in plan.threads:
+        for phase in ("prefill", "decode"):
+            words = f"one stage / llama-bench, {threads} thread{'s' * (threads > 1)}"
+            add(phase, words, partial(against_upstream, phase, threads))
+    add("decode", "two processes / whole, 1 thread each", in_two_processes)
+    for phase in ("prefill", "decode"):
+        add(phase, "exact / native numerics, 1 thread", partial(of_numerics, phase), goal=phase == "decode")
     return found
 
 
-def metrics(units: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
-    """Spreads of the ratios; and tokens a second of both sides, for a feeling of the size."""
-    found: dict[str, Any] = {}
-    for name, values in ratios(units).items():
-        rounds = [unit for key, unit in units.items() if key.rpartition(", round ")[0] == name]
-        found[name] = {
-            "ratio": quartiles_of(values),
-            "ours_tokens_per_s": quartiles_of([unit["tokens"] / unit["ours_s"] for unit in rounds]),
-            "theirs_tokens_per_s": quartiles_of([unit["tokens"] / unit["theirs_s"] for unit in rounds]),
-        }
-    return {"speed": found, "hops": hops.metrics(units)}
+# --- the benchmark ---------------------------------------------------------------------------------------------------
 
 
-def checks(units: Mapping[str, dict[str, Any]], compared: Sequence[Comparison]) -> list[Check]:
-    """Every goal."""
-    found = ratios(units)
-    verdicts = [
-        each.goal.check(f"speed of {each.name}", quartiles_of(found[each.name]))
-        for each in compared
-        if each.goal is not None
-    ]
-    return [*verdicts, *hops.checks(units)]
+@frozen
+class Overhead:
+    """The benchmark."""
+
+    plan: OverheadPlan
+    compared: Sequence[Comparison]
+    about: dict[str, Any]
+    kind: ClassVar[Kind] = "overhead"
+    title: ClassVar[str] = "Overhead"
+
+    @property
+    def hops(self) -> Hops:
+        """The part that measures hops."""
+        return Hops(self.plan.hops)
+
+    def subject(self) -> dict[str, Any]:
+        return self.about
+
+    def units(self, store: Store) -> Iterator[Group]:
+        yield from (each.group() for each in self.compared)
+        yield from self.hops.units(store)
+
+    def metrics(self, units: Units, _: Path | None = None) -> dict[str, Any]:
+        """Quartiles of the ratios; and tokens a second of both sides, for a feeling of the size."""
+        speed = {}
+        for each in self.compared:
+            if rounds := each.measured(units):
+                speed[each.name] = {
+                    "ratio": quartiles_of([unit["theirs_s"] / unit["ours_s"] for unit in rounds]),
+                    "ours_tokens_per_s": quartiles_of([unit["tokens"] / unit["ours_s"] for unit in rounds]),
+                    "theirs_tokens_per_s": quartiles_of([unit["tokens"] / unit["theirs_s"] for unit in rounds]),
+                }
+        return {"speed": speed, "hops": self.hops.metrics(units)}
+
+    def checks(self, units: Units) -> list[Check]:
+        """Every goal."""
+        speed = self.metrics(units)["speed"]
+        verdicts = [
+            each.goal.check(f"speed of {each.name}", speed[each.name]["ratio"])
+            for each in self.compared
+            if each.goal is not None and each.name in speed
+        ]
+        return [*self.hops.checks(units), *verdicts]
+
+    def _speeds(self, result: Result) -> list[tuple[Comparison, dict[str, Quartiles]]]:
+        speed = msgspec.convert(result.metrics["speed"], dict[str, dict[str, Quartiles]])
+        return [(each, speed[each.name]) for each in self.compared if each.name in speed]
+
+    def tables(self, result: Result) -> list[Section]:
+        rows = [
+            (
+                each.name,
+                f"{speed['ours_tokens_per_s'].median:.1f}",
+                f"{speed['theirs_tokens_per_s'].median:.1f}",
+                speed["ratio"],
+                each.goal or "",
+            )
+            for each, speed in self._speeds(result)
+        ]
+        said = "Medians, with quartiles in brackets; ratios of speed are per round, above 1 dgr's side is faster."
+        heads = ("ours / theirs", "ours, tokens/s", "theirs, tokens/s", "ratio", "goal")
+        own = Section("Speed", (said, table(heads, rows)))
+        return [own, *self.hops.sections(result.metrics["hops"], result.units)]
+
+    def plots(self, result: Result) -> list[Plot]:
+        speeds = list(reversed(self._speeds(result)))
+
+        def paint(axes: Axes) -> None:
+            for place, (_, speed) in enumerate(speeds):
+                ratio = speed["ratio"]
+                errors = [[ratio.median - ratio.low], [ratio.high - ratio.median]]
+                axes.barh(place, ratio.median, 0.6, color=BLUE, xerr=errors, ecolor=GREY, capsize=4)
+            axes.set_yticks(range(len(speeds)), [each.name.replace(", ", "\n", 1) for each, _ in speeds])
+            axes.axvline(self.plan.goal, color=RED, linestyle="--", label=f"goal at least {self.plan.goal:g}")
+
+        title = "Speed of dgr's side over the other's"
+        return [Plot("Speed", "overhead", title, "ratio of speed", "", paint), self.hops.plot(result.metrics["hops"])]
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
-def register(subparsers: Any) -> None:
-    """Add the command."""
-    parser = subparsers.add_parser(
-        "overhead",
-        help="dgr against upstream's llama-bench, exact against native, processes against one, a hop against its wire",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", type=Path, metavar="M", help="a GGUF (default: a V4 fixture of 649 M parameters in mixed weights)"
     )
     parser.add_argument(
         "--threads", type=int, nargs="+", default=[1], metavar="N", help="of a stage and of llama-bench (default: 1)"
     )
-    parser.add_argument(
-        "--llama-bench",
-        type=Path,
-        metavar="PATH",
-        help="upstream's binary, of the same pin (default: built from the pin, which takes minutes once)",
-    )
-    add_run_arguments(parser, "dgr-bench-overhead")
-    parser.set_defaults(run=run)
+    add_llama_bench_argument(parser)
 
 
 def _check_arguments(args: argparse.Namespace) -> None:
@@ -256,72 +298,23 @@ def _check_arguments(args: argparse.Namespace) -> None:
         raise InputError(f"this process may use {cpus} CPU; two stage processes of one thread each need 2")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Measure, report, judge."""
+def _overhead(args: argparse.Namespace) -> Overhead:
     _check_arguments(args)
-    sizes = _QUICK if args.quick else _FULL
-    model = args.model or cached_fixture("mixed", preset=None if args.quick else "big")
+    model = Path(args.model or cached_fixture("mixed", preset=None if args.quick else "big"))
     artifact = Artifact.open(model)
     settings, n_layers = ContextParams(), artifact.hp.n_layers
-    hop_plan = hops.plan(args.quick, ("memory", "tls"), ("decode",))
-    locked: dict[str, Any] = {
-        "name": "overhead, quick" if args.quick else "overhead",
-        **sizes,
-        "threads": sorted(set(args.threads)),
-        "split": [str(layers) for layers in cut_at(n_layers, [n_layers // 2])],
-        "settings": {name: getattr(settings, name) for name in ("n_batch", "n_ubatch", "type_k", "flash_attn")},
-        "goal": (_QUICK_GOAL if args.quick else _GOAL).value,
-        "hops": hop_plan,
-    }
-    binary = find_llama_bench(args.llama_bench)
-    subject = {"model": Path(model).name, "artifact": artifact.identity}
-    journal = Journal.open(args.out, "overhead", locked, subject, args.command_line, fresh=args.fresh)
-    compared = comparisons(Path(model), locked, binary)
-    with Progress("overhead", sum(each.rounds for each in compared) + len(hop_plan["transports"])) as bar:
-        trio.run(measure, journal, compared, bar)
-        trio.run(hops.measure, journal, hop_plan, bar)
-    units = journal.result.units
-    result = journal.finish(metrics(units), checks(units, compared))
-    _report(result, journal, compared)
-    say(result, args.out, args.json)
-    return exit_code(result)
-
-
-def _report(result: Result, journal: Journal, compared: Sequence[Comparison]) -> None:
-    speed = metrics(result.units)["speed"]
-    rows = [
-        (
-            each.name,
-            f"{speed[each.name]['ours_tokens_per_s'].median:.1f}",
-            f"{speed[each.name]['theirs_tokens_per_s'].median:.1f}",
-            str(speed[each.name]["ratio"]),
-            each.goal or "",
-        )
-        for each in compared
-    ]
-    heads = ("ours / theirs", "ours, tokens/s", "theirs, tokens/s", "ratio", "goal")
-    reports.write_report(
-        journal.folder,
-        reports.heading(result, "Overhead"),
-        reports.verdicts(result),
-        "## Speed\n\nMedians, with quartiles in brackets; ratios of speed are per round, above 1 dgr's side is faster.",
-        reports.table(heads, rows),
-        reports.picture(_plot(journal.folder, compared, speed), "Ratios of speed by comparison"),
-        hops.report_part(result, journal),
-        reports.machine(result),
+    plan = OverheadPlan(
+        name="overhead, quick" if args.quick else "overhead",
+        **(_QUICK if args.quick else _FULL),
+        threads=tuple(sorted(set(args.threads))),
+        split=tuple(str(layers) for layers in cut_at(n_layers, [n_layers // 2])),
+        settings={name: getattr(settings, name) for name in ("n_batch", "n_ubatch", "type_k", "flash_attn")},
+        goal=_QUICK_GOAL if args.quick else _GOAL,
+        hops=hops.plan(args.quick, ("memory", "tls"), ("decode",)),
     )
+    compared = comparisons(model, plan, find_llama_bench(args.llama_bench))
+    return Overhead(plan, compared, {"model": model.name, "artifact": artifact.identity})
 
 
-def _plot(folder: Path, compared: Sequence[Comparison], speed: Mapping[str, Mapping[str, Quartiles]]) -> str:
-    """Bars of ratios with their quartiles; the goal as a line."""
-
-    def paint(axes: Axes) -> None:
-        for place, each in enumerate(reversed(compared)):
-            ratio = speed[each.name]["ratio"]
-            errors = [[ratio.median - ratio.low], [ratio.high - ratio.median]]
-            axes.barh(place, ratio.median, 0.6, color=BLUE, xerr=errors, ecolor=GREY, capsize=4)
-        axes.set_yticks(range(len(compared)), [each.name.replace(", ", "\n", 1) for each in reversed(compared)])
-        goal = next(each.goal for each in compared if each.goal is not None)
-        axes.axvline(goal.value, color=RED, linestyle="--", label=f"goal {goal}")
-
-    return draw(folder, "overhead", "Speed of dgr's side over the other's", "ratio of speed", "", paint)
+_HELP = "dgr against upstream's llama-bench, exact against native, processes against one, a hop against its wire"
+COMMAND = benchmark_command("overhead", _HELP, __doc__ or "", _add_arguments, _overhead)

@@ -2,7 +2,7 @@
 
 Over ``memory`` the echo is a task of this process, over ``tcp`` and ``tls`` a process of its own on loopback::
 
-    python -m dgr_bench.overhead.echo [KEYS]     # be that process; prints the port
+    python -P -m dgr_bench.overhead.echo [KEYS]     # be that process; prints the port
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ from dgr.testing.relay import Relay, open_relay
 from dgr.wire import Limits, Link, frames, memory_transports, open_link
 from dgr.wire.tcp import Credentials, accept_tls, dial, listen
 
-__all__ = ["LIMITS", "Echo", "bare_round", "link_round", "open_echo", "open_echo_link", "payload_bytes"]
-
 #: Links of V4 Flash: the residual stream is four times as wide as the model.
 WIDTH = 4 * V4_FLASH.n_embd
 LIMITS = Limits(n_batch=512, boundary_width=WIDTH, n_vocab=V4_FLASH.n_vocab)
@@ -36,6 +34,8 @@ _SAMPLING = frames.Sampling(0.7, 40, 0.95, 0.05, 1.1, 0.1, 0.1, -1, 2**32 - 1, 0
 _HOST = "127.0.0.1"
 #: Seconds for a TLS handshake.
 _HANDSHAKE = 10.0
+#: Seconds without a byte after which a relay has passed everything on.
+_QUIET = 0.1
 
 Connect: TypeAlias = Callable[[], AbstractAsyncContextManager[trio.abc.Stream]]
 
@@ -133,8 +133,8 @@ async def _connect_memory() -> AsyncIterator[trio.abc.Stream]:
 
 @asynccontextmanager
 async def _process(keys: Path | None) -> AsyncIterator[int]:
-    """The echo as a child process; gives its port."""
-    command = [sys.executable, "-m", "dgr_bench.overhead.echo", *([] if keys is None else [str(keys)])]
+    """The echo as a child process; returns its port."""
+    command = [sys.executable, "-P", "-m", "dgr_bench.overhead.echo", *([] if keys is None else [str(keys)])]
     process = await trio.lowlevel.open_process(command, stdout=subprocess.PIPE)
     assert process.stdout is not None
     try:
@@ -188,6 +188,28 @@ async def bare_round(transport: trio.abc.Stream, payload: bytes) -> float:
         while left:
             left -= len(await transport.receive_some(65536))
     return trio.current_time() - began
+
+
+async def wire_bytes(echo: Echo, n_tokens: int, warm_up: int, rounds: int) -> int:
+    """Bytes on the wire, both ways, of so many round trips of a boundary frame, after some that are not counted."""
+    payload = bytes(payload_bytes(n_tokens))
+    async with echo.counted() as (transport, relay), open_echo_link(transport) as link:
+
+        async def settle() -> int:
+            """Bytes passed on, once the last credit is through: a frame may be whole before it."""
+            await link.flush()
+            before, now = -1, 0
+            while before != now:
+                await trio.sleep(_QUIET)
+                before, now = now, relay.rightward.forwarded + relay.leftward.forwarded
+            return now
+
+        for _ in range(warm_up):
+            await link_round(link, n_tokens, payload)
+        began = await settle()
+        for _ in range(rounds):
+            await link_round(link, n_tokens, payload)
+        return await settle() - began
 
 
 async def link_round(link: Link, n_tokens: int, payload: bytes) -> float:

@@ -14,7 +14,7 @@ from dgr import ContextParams
 from dgr.engine.native import build_info
 from dgr.errors import EngineError, InputError
 from dgr.testing.models import cached_fixture
-from dgr_bench.upstream import LlamaBench, find_llama_bench, parse_samples
+from dgr_bench.llama_bench import LlamaBench, find_llama_bench, parse_samples
 
 #: What a real one printed, on a fixture model.
 RECORDED = Path(__file__).with_name("llama_bench.json").read_bytes()
@@ -62,7 +62,7 @@ def test_the_command_has_every_setting(tmp_path: Path) -> None:
     command = evolve(answering(tmp_path), context=context, threads=2).command(decode=64)
     settings = dict(zip(command[1::2], command[2::2], strict=True))
     assert settings == {
-        "-m": "model.gguf", "-p": "0", "-n": "64", "-r": "1", "-t": "2", "-b": "256", "-ub": "128", "-ctk": "f32",
+        "-m": "model.gguf", "-p": "0", "-n": "64", "-d": "0", "-r": "1", "-t": "2", "-b": "256", "-ub": "128", "-ctk": "f32",
         "-ctv": "f32", "-fa": "0", "-lm": "none", "-o": "json",
     }  # fmt: skip
 
@@ -109,7 +109,7 @@ async def test_a_program_that_is_none(tmp_path: Path) -> None:
 def test_a_binary_that_was_named(tmp_path: Path) -> None:
     path = program(tmp_path, "exit 0")
     assert find_llama_bench(path) == path
-    with pytest.raises(InputError, match=r"--llama-bench .*nowhere is no program"):
+    with pytest.raises(InputError, match=r"--llama-bench .*nowhere is not a program"):
         find_llama_bench(tmp_path / "nowhere")
 
 

@@ -1,11 +1,12 @@
 """Upstream's own llama-bench: where its binary comes from, one run of it, and what it said.
 
 It is built from the unpatched source of the pin by ``cffi_build/llama_cpp.py --llama-bench``, on demand and only in a
-checkout of dgr; elsewhere a binary of the same pin is named. Starting it and loading the model are no part of what it times.
+checkout of dgr; elsewhere a binary of the same pin is named. Starting it and loading the model are not part of what it times.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import subprocess
@@ -20,8 +21,6 @@ from attrs import frozen
 import dgr_bench
 from dgr.engine.base import ContextParams
 from dgr.errors import EngineError, InputError
-
-__all__ = ["LlamaBench", "Sample", "find_llama_bench", "parse_samples"]
 
 _SCRIPT = Path("cffi_build", "llama_cpp.py")
 #: Characters of a program's last words that an error repeats.
@@ -53,7 +52,7 @@ def parse_samples(output: bytes) -> Sample:
         (sample,) = msgspec.json.decode(output, type=list[Sample])
     except (msgspec.DecodeError, ValueError) as error:
         raise EngineError(
-            f"llama-bench printed no JSON list of one test that dgr-bench knows: {error}; use the binary that"
+            f"llama-bench did not print the JSON list of one test that dgr-bench knows: {error}; use the binary that"
             f" {_SCRIPT} --llama-bench builds"
         ) from error
     if not sample.samples_ns or min(sample.samples_ns) <= 0:
@@ -72,14 +71,15 @@ class LlamaBench:
     context: ContextParams
     threads: int
 
-    def command(self, *, prefill: int = 0, decode: int = 0) -> list[str]:
-        """The command line of a test of so many tokens, one repetition after the usual warm-up."""
+    def command(self, *, prefill: int = 0, decode: int = 0, depth: int = 0, repetitions: int = 1) -> list[str]:
+        """The command line of a test of so many tokens after ``depth`` others, after the usual warm-up."""
         context = self.context
         settings: dict[str, Any] = {
             "-m": self.model,
             "-p": prefill,
             "-n": decode,
-            "-r": 1,
+            "-d": depth,
+            "-r": repetitions,
             "-t": self.threads,
             "-b": context.n_batch,
             "-ub": context.n_ubatch,
@@ -92,13 +92,21 @@ class LlamaBench:
         return [str(self.binary), *(str(word) for pair in settings.items() for word in pair)]
 
     async def seconds(self, *, prefill: int = 0, decode: int = 0) -> float:
-        """Run one test; seconds for all of its tokens, without start, load and warm-up.
+        """Run one test; seconds for all of its tokens, without start, load and warm-up. Raises as :meth:`blocks` does."""
+        return (await self._run(prefill=prefill, decode=decode))[-1]
+
+    async def blocks(self, depth: int, tokens: int, count: int) -> list[float]:
+        """Seconds a token of ``count`` blocks of ``tokens``, each drawn after ``depth`` tokens.
 
         Raises :class:`~dgr.errors.InputError` for a binary of another pin, :class:`~dgr.errors.EngineError` when it fails.
         """
+        return [seconds / tokens for seconds in await self._run(decode=tokens, depth=depth, repetitions=count)]
+
+    async def _run(self, **test: int) -> list[float]:
+        """Seconds of each repetition."""
         try:
             process = await trio.run_process(
-                self.command(prefill=prefill, decode=decode), capture_stdout=True, capture_stderr=True, check=False
+                self.command(**test), capture_stdout=True, capture_stderr=True, check=False
             )
         except OSError as error:
             raise InputError(
@@ -108,10 +116,10 @@ class LlamaBench:
             words = process.stderr.decode(errors="replace").strip()[-_LAST_WORDS:]
             raise EngineError(f"{self.binary.name} ended with exit status {process.returncode}: {words}")
         sample = parse_samples(process.stdout)
-        self._compare(sample, prefill, decode)
-        return sample.samples_ns[-1] / 1e9
+        self._compare(sample, **test)
+        return [nanoseconds / 1e9 for nanoseconds in sample.samples_ns]
 
-    def _compare(self, sample: Sample, prefill: int, decode: int) -> None:
+    def _compare(self, sample: Sample, *, prefill: int = 0, decode: int = 0, depth: int = 0, **_: int) -> None:
         """Hold what it says of itself against what it was asked for."""
         if not sample.build_commit or not self.commit.startswith(sample.build_commit):
             raise InputError(
@@ -122,17 +130,24 @@ class LlamaBench:
         wanted = {
             "n_prompt": prefill,
             "n_gen": decode,
-            "n_depth": 0,
+            "n_depth": depth,
             "n_threads": self.threads,
-            "n_batch": context.n_batch,
-            "n_ubatch": context.n_ubatch,
-            "type_k": context.type_k,
-            "flash_attn": context.flash_attn,
             "load_mode": "none",
         }
+        wanted |= {name: getattr(context, name) for name in ("n_batch", "n_ubatch", "type_k", "flash_attn")}
         for name, value in wanted.items():
             if (found := getattr(sample, name)) != value:
                 raise EngineError(f"llama-bench ran with {name} {found}, not {value} as dgr; nothing can be compared")
+
+
+def add_llama_bench_argument(parser: argparse.ArgumentParser) -> None:
+    """``--llama-bench``."""
+    parser.add_argument(
+        "--llama-bench",
+        type=Path,
+        metavar="PATH",
+        help="upstream's binary, of the same pin (default: built from the pin, which takes minutes once)",
+    )
 
 
 def find_llama_bench(given: Path | None) -> Path:
@@ -143,7 +158,7 @@ def find_llama_bench(given: Path | None) -> Path:
     if given is not None:
         found = shutil.which(given)
         if found is None:
-            raise InputError(f"--llama-bench {given} is no program that can be run; give the path of the binary")
+            raise InputError(f"--llama-bench {given} is not a program that can be run; give the path of the binary")
         return Path(found)
     checkout = Path(dgr_bench.__file__).resolve().parents[2]
     if not (checkout / _SCRIPT).is_file():
