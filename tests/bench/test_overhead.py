@@ -16,7 +16,8 @@ from dgr_bench import benchmark
 from dgr_bench.cli import main
 from dgr_bench.overhead import command as overhead
 from dgr_bench.overhead import hops
-from dgr_bench.overhead.command import Comparison, Overhead, OverheadPlan, Timed
+from dgr_bench.overhead.command import Overhead
+from dgr_bench.overhead.comparisons import Comparison, OverheadPlan, Timed, comparisons, decode_seconds, prefill_seconds
 from dgr_bench.overhead.hops import Hops
 from dgr_bench.quartiles import quartiles_of
 from dgr_bench.results import Journal
@@ -182,8 +183,8 @@ def test_what_is_refused(
 
 async def test_seconds_of_a_pipeline(small: Path) -> None:
     async with open_pipeline(small) as pipeline:
-        assert await overhead.prefill_seconds(pipeline, 40) > 0
-        assert await overhead.decode_seconds(pipeline, 4) > 0
+        assert await prefill_seconds(pipeline, 40) > 0
+        assert await decode_seconds(pipeline, 4) > 0
 
 
 async def test_every_comparison_runs(tmp_path: Path, small: Path) -> None:
@@ -197,7 +198,7 @@ async def test_every_comparison_runs(tmp_path: Path, small: Path) -> None:
         goal=0.97,
         hops=hops.plan(True, (), ()),
     )
-    compared = overhead.comparisons(small, plan, llama_bench(tmp_path))
+    compared = comparisons(small, plan, llama_bench(tmp_path))
     journal = open_journal(tmp_path / "out")
     await run(journal, *compared)
     assert len(journal.result.units) == len(compared) == 5

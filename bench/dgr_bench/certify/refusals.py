@@ -30,7 +30,7 @@ FOREIGN = "foreign"
 _SESSION = 7
 _PROMPT = 37
 _WAIT = 600.0
-_ADVANCED = ("Advanced", "")
+_ADVANCED, _CLOSED = ("Advanced", ""), ("the link is closed", "")
 
 #: By what is tried: what the stages, or the pipeline, must answer.
 EXPECTED = {
@@ -180,8 +180,8 @@ async def _heard(link: Link) -> tuple[str, str]:
             async for received in link:
                 return _named(received.frame)
         except DgrError:
-            pass  # broken or closed, it is the end of it
-    return "the link is closed", ""
+            return _CLOSED  # broken or closed, it is the end of it
+    return _CLOSED
 
 
 async def _narrow(session: _Session, stages: Stages) -> tuple[str, str]:

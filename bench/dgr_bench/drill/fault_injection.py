@@ -253,7 +253,7 @@ class _FaultRun:
         self.case, self.scenario, self.testbed, self.session, self.outcome = case, scenario, testbed, session, outcome
         self.cable = testbed.cables[case.stage]
         self.events = testbed.pipeline.events()
-        self.struck = 0.0
+        self.injected_at = 0.0
         #: Where the ids of the present answer go.
         self.ids = outcome.answer
 
@@ -263,7 +263,7 @@ class _FaultRun:
         await self.receive(answer, case.received(scenario), usual)
         async with open_nursery() as nursery:
             with trio.CancelScope() as scope:
-                nursery.start_soon(self._strike_in_time, scope)
+                nursery.start_soon(self._inject_in_time, scope)
                 await self.receive(answer, 1, [])  # it is asked for while that happens
         if case.moment == "cancel":
             answer = self.session.generate(scenario.tokens(1), max_tokens=scenario.answer, stop=())
@@ -283,7 +283,7 @@ class _FaultRun:
             if self.ids:
                 times.append(now - began)
             if self.outcome.injections and self.outcome.injections[-1].recovered is None:
-                self.outcome.injections[-1].recovered = now - self.struck
+                self.outcome.injections[-1].recovered = now - self.injected_at
             self.ids.append(token.id)
             count = None if count is None else count - 1
 
@@ -295,7 +295,7 @@ class _FaultRun:
         """Receive the rest of the answer."""
         await self.receive(answer, None, self.outcome.usual)
 
-    async def _strike_in_time(self, asking: trio.CancelScope) -> None:
+    async def _inject_in_time(self, asking: trio.CancelScope) -> None:
         if self.case.moment == "prefill":
             await until(lambda: self.session.committed > 0, what="the first chunk")
         else:
@@ -310,7 +310,7 @@ class _FaultRun:
         received = len(self.session.transcript) - self.scenario.prompt
         injection = Injection(committed=self.session.committed, received=received)
         self.outcome.injections.append(injection)
-        self.struck = trio.current_time()
+        self.injected_at = trio.current_time()
         return injection
 
 
@@ -337,7 +337,7 @@ class _Loss(_FaultRun):
                 await self.cable.cut()
         async for event in self.events:
             if isinstance(event, StateLost | RouteDown):
-                injection.detected = trio.current_time() - self.struck
+                injection.detected = trio.current_time() - self.injected_at
                 injection.why = event.reason if isinstance(event, StateLost) else event.why
                 break
         if self.case.fault == "stall":
