@@ -36,6 +36,7 @@ from dgr.model.route import parse_split
 from dgr.runtime.local import load_engines
 from dgr.runtime.shard import Shard
 from dgr.testing.chain import cut_at, pieces
+from dgr.wire import frames
 from dgr.wire.frames import ComponentState
 from dgr.wire.nurseries import open_nursery
 
@@ -55,6 +56,11 @@ class StageState(msgspec.Struct, frozen=True, kw_only=True):
     #: BLAKE2b-128 of the ids of those tokens, as the stage counted them, hex; empty where no stage counts.
     prefix: str
     components: tuple[ComponentState, ...]
+
+    @classmethod
+    def of(cls, layers: str, frame: frames.Frontier) -> StageState:
+        """As a stage answers when it is asked."""
+        return cls(layers=layers, position=frame.position, prefix=frame.digest.hex(), components=frame.components)
 
 
 class Traffic(msgspec.Struct, frozen=True, kw_only=True):
@@ -118,12 +124,7 @@ class Piped:
 
     async def states(self) -> list[StageState]:
         layers = {ref.address: str(ref.layers) for ref in self._pipeline.route.stages}
-        return [
-            StageState(
-                layers=layers[address], position=frame.position, prefix=frame.digest.hex(), components=frame.components
-            )
-            for address, frame in (await self.session.frontier()).items()
-        ]
+        return [StageState.of(layers[address], frame) for address, frame in (await self.session.frontier()).items()]
 
     async def rows(self, tokens: Sequence[int]) -> bytes:
         found: dict[int, bytes] = {}
@@ -184,14 +185,20 @@ class Stages:
         return sum(shard.statistics().leased_bytes for shard in self.cluster.shards.values())
 
 
+async def load_wrapped(
+    artifact: Artifact, ranges: Sequence[LayerRange], context: ContextParams, wrap: Wrap | None
+) -> list[ShardEngine]:
+    """The engines of stages, or what stands in for them."""
+    engines = await load_engines(artifact, ranges, context)
+    return [engine if wrap is None else wrap(index, engine) for index, engine in enumerate(engines)]
+
+
 @asynccontextmanager
 async def open_stages(
     artifact: Artifact, ranges: Sequence[LayerRange], context: ContextParams, wrap: Wrap | None = None
 ) -> AsyncIterator[Stages]:
     """Stages in this process, one thread each."""
-    engines: list[ShardEngine] = list(await load_engines(artifact, ranges, context))
-    if wrap is not None:
-        engines = [wrap(index, engine) for index, engine in enumerate(engines)]
+    engines = await load_wrapped(artifact, ranges, context, wrap)
     route = Route(tuple(StageRef(f"stage-{index}", layers) for index, layers in enumerate(ranges)))
     async with open_cluster() as cluster:
         for ref, engine in zip(route.stages, engines, strict=True):

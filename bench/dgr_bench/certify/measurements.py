@@ -11,14 +11,13 @@ from collections.abc import Sequence
 import msgspec
 import trio
 
-from dgr import Artifact, ContextParams, LayerRange, Pipeline, ShardEngine
+from dgr import Artifact, ContextParams, LayerRange, Pipeline
 from dgr.model.prefix import PrefixDigest
 from dgr.runtime.events import Event, RePrefilled, StateLost, so_far
-from dgr.runtime.local import load_engines
 from dgr.testing.chain import some_tokens
 from dgr_bench.certify.profiles import Profile
 from dgr_bench.certify.resident import resident_with
-from dgr_bench.subjects import Conversation, Stages, StageState, Traffic, Wrap, resident_bytes
+from dgr_bench.subjects import Conversation, Stages, StageState, Traffic, Wrap, load_wrapped, resident_bytes
 
 
 class RePrefill(msgspec.Struct, frozen=True, kw_only=True):
@@ -258,9 +257,7 @@ async def memory_at(
     artifact: Artifact, ranges: Sequence[LayerRange], context: ContextParams, wrap: Wrap | None = None
 ) -> MemoryAt:
     """Load the stages at a context size, here and in a process of their own."""
-    engines: list[ShardEngine] = list(await load_engines(artifact, ranges, context))
-    if wrap is not None:
-        engines = [wrap(index, engine) for index, engine in enumerate(engines)]
+    engines = await load_wrapped(artifact, ranges, context, wrap)
     try:
         reports = {str(engine.describe().layers): engine.memory() for engine in engines}
     finally:

@@ -88,13 +88,8 @@ class _Session:
         seq = self.seq()
         with trio.fail_after(_WAIT):
             found = await self.client.ask_all(lambda _index, _ref: frames.Probe(self.client.key(_SESSION), seq))
-        return [
-            StageState(
-                layers=str(ref.layers), position=frame.position, prefix=frame.digest.hex(), components=frame.components
-            )
-            for ref, frame in zip(self.client.route.stages, found, strict=True)
-            if isinstance(frame, frames.Frontier)
-        ]
+        both = zip(self.client.route.stages, found, strict=True)
+        return [StageState.of(str(ref.layers), frame) for ref, frame in both if isinstance(frame, frames.Frontier)]
 
     async def feed(self, tokens: Sequence[int], chunk: int) -> tuple[str, str]:
         """Commit tokens; the answer to the last chunk. Raises :class:`SessionLost` when one before it is refused."""
