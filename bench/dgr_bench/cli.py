@@ -10,7 +10,6 @@ from importlib.metadata import version
 from pathlib import Path
 
 from dgr.cli.exit_codes import run_command
-from dgr.engine.native import runtime_version
 from dgr_bench import compare, describe
 from dgr_bench.certify import command as certify
 from dgr_bench.certify import real_model, verify
@@ -34,23 +33,13 @@ _COMMANDS = (
 )
 
 
-class _Version(argparse.Action):
-    """Print versions and leave; asked for only when the flag is given."""
-
-    def __init__(self, option_strings: list[str], dest: str, **_: object) -> None:
-        super().__init__(option_strings, dest, nargs=0, help="show the versions of dgr and of results, and exit")
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        print(f"dgr-bench {version('dgr')}, results {SCHEMA}, runtime {runtime_version()}")
-        parser.exit()
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="dgr-bench",
         description="Certify and measure dgr. What measures writes result.json, report.md and plots/ into --out.",
     )
-    parser.add_argument("--version", action=_Version)
+    versions = f"dgr-bench {version('dgr')}, results {SCHEMA}"
+    parser.add_argument("--version", action="version", version=versions)
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in _COMMANDS:
         command.register(subparsers)

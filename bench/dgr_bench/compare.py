@@ -15,7 +15,7 @@ from dgr_bench.certify.metrics import canary_of
 from dgr_bench.certify.profiles import Profile
 from dgr_bench.plots import BLUE, GREY, Plot
 from dgr_bench.reports import Section, table, write_report
-from dgr_bench.results import Result, read_result
+from dgr_bench.results import Result, locked, read_result
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,8 +31,8 @@ def _compare(args: argparse.Namespace) -> int:
     first, second = read_result(args.first), read_result(args.second)
     found = compare(first, second)
     if args.out is not None:
-        args.out.mkdir(parents=True, exist_ok=True)
-        _write(args.out, found, first, second)
+        with locked(args.out):
+            _write(args.out, found, first, second)
     if args.json:
         print(msgspec.json.encode(found).decode())
     else:

@@ -10,7 +10,8 @@ import fcntl
 import hashlib
 import lzma
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -106,19 +107,35 @@ def write_result(result: Result, folder: Path) -> None:
     write_file(folder / _FILE, msgspec.json.encode(result) + b"\n")
 
 
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Make a folder, and hold it for the length of the block, or until the process ends.
+
+    Raises :class:`~dgr.errors.InputError` when it cannot be written to, and when another run holds it.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = (folder / _LOCK).open("ab")
+    except OSError as error:
+        raise InputError(
+            f"cannot write to the folder {folder}: {error.strerror or error}; give another --out"
+        ) from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError(
+                f"another run of dgr-bench writes to {folder}; wait for it, or give another --out"
+            ) from None
+        yield
+
+
 class Journal:
     """A result under way, kept in a folder that nobody else writes to meanwhile."""
 
-    def __init__(self, folder: Path, result: Result, lock: int) -> None:
+    def __init__(self, folder: Path, result: Result) -> None:
         self.folder = folder
         self.result = result
-        self._lock = lock
-
-    def __enter__(self) -> Journal:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self._lock)
 
     @property
     def units(self) -> dict[str, dict[str, Any]]:
@@ -126,6 +143,7 @@ class Journal:
         return self.result.units
 
     @classmethod
+    @contextmanager
     def open(
         cls,
         folder: str | os.PathLike[str],
@@ -135,33 +153,27 @@ class Journal:
         command: str,
         *,
         fresh: bool = False,
-    ) -> Journal:
+    ) -> Iterator[Journal]:
         """Begin a result in ``folder``, or go on with the one that is there; ``fresh`` begins anew over it.
 
-        Raises :class:`~dgr.errors.InputError` when another run writes there, and when what is there is of another kind,
-        plan, subject, kernels or version.
+        Raises :class:`~dgr.errors.InputError` as :func:`locked` does, and when what is there is of another kind, plan, subject,
+        kernels or version.
         """
-        folder = Path(folder)
-        lock = _lock(folder)
-        try:
-            now = environment()
-            builtins = msgspec.to_builtins(plan)
+        folder, builtins = Path(folder), msgspec.to_builtins(plan)
+        with locked(folder):
             result = Result(
                 schema=SCHEMA,
                 kind=kind,
                 plan=builtins,
                 plan_digest=digest_of(builtins),
                 subject=msgspec.to_builtins(subject),
-                environment=now,
+                environment=environment(),
                 commands=[command],
             )
             if not fresh and (folder / _FILE).exists():
                 result = _resumed(folder, result)
             result.loads = [*result.loads, load_now()]
-            return cls(folder, result, lock)
-        except BaseException:
-            os.close(lock)
-            raise
+            yield cls(folder, result)
 
     def put(self, unit: str, raw: Any) -> None:
         """Write a measurement down."""
@@ -176,23 +188,6 @@ class Journal:
         result.schema, result.loads = SCHEMA, [*result.loads, load_now()]
         write_result(result, self.folder)
         return result
-
-
-def _lock(folder: Path) -> int:
-    """A file descriptor that holds the folder until it is closed, or the process ends."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-    except OSError as error:
-        raise InputError(
-            f"cannot write to the folder {folder}: {error.strerror or error}; give another --out"
-        ) from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(lock)
-        raise InputError(f"another run of dgr-bench writes to {folder}; wait for it, or give another --out") from None
-    return lock
 
 
 def _resumed(folder: Path, wanted: Result) -> Result:

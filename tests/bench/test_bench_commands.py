@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
@@ -27,7 +28,7 @@ def test_the_version_names_the_schema_of_results(capsys: pytest.CaptureFixture[s
     with pytest.raises(SystemExit) as ended:
         main(["--version"])
     assert ended.value.code == 0
-    assert f"results {SCHEMA}, runtime " in capsys.readouterr().out
+    assert capsys.readouterr().out == f"dgr-bench {version('dgr')}, results {SCHEMA}\n"
 
 
 @pytest.mark.parametrize("arguments", [[], ["certif"], ["certify", "--no-such-flag"], ["verify"], ["compare", "one"]])

@@ -211,6 +211,13 @@ def test_two_certificates_of_the_same_are_alike(folder: Path, tmp_path: Path, ca
     assert (tmp_path / "plots" / "ratios.png").exists()
 
 
+def test_a_comparison_does_not_write_where_a_run_does(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    with Journal.open(tmp_path, "certify", {}, {}, ""):
+        assert main(["compare", str(folder), str(folder), "--out", str(tmp_path)]) == 2
+    assert "another run of dgr-bench writes to" in capsys.readouterr().err
+    assert not (tmp_path / "report.md").exists()
+
+
 def test_a_differing_component_is_named(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     with changed(folder, tmp_path, _component) as copy:
         assert main(["compare", str(folder), str(copy)]) == 1

@@ -6,6 +6,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -53,12 +54,11 @@ class Sides:
         return Comparison(name, tokens=64, rounds=rounds, goal=goal, open=self.open)
 
 
-def open_journal(folder: Path) -> Journal:
-    return Journal.open(folder, "overhead", {"name": "a plan"}, {}, "dgr-bench overhead")
-
-
-async def run(journal: Journal, *sides: Comparison) -> None:
-    await benchmark.measure("overhead", [each.group() for each in sides], journal)
+async def measured(folder: Path, *sides: Comparison) -> dict[str, Any]:
+    """The units that are there once the rounds of some comparisons are measured."""
+    with Journal.open(folder, "overhead", {"name": "a plan"}, {}, "dgr-bench overhead") as journal:
+        await benchmark.measure("overhead", [each.group() for each in sides], journal)
+        return journal.units
 
 
 def of(*compared: Comparison) -> Overhead:
@@ -69,36 +69,33 @@ def of(*compared: Comparison) -> Overhead:
 
 
 async def test_the_sides_take_turns_to_begin(tmp_path: Path) -> None:
-    sides, journal = Sides(2.0, 1.0), open_journal(tmp_path)
-    await run(journal, sides.comparison())
+    sides = Sides(2.0, 1.0)
+    units = await measured(tmp_path, sides.comparison())
     warm_up, *rounds = [sides.ran[at : at + 2] for at in range(0, len(sides.ran), 2)]
     assert warm_up == ["ours", "theirs"]
     assert rounds == [["ours", "theirs"], ["theirs", "ours"], ["ours", "theirs"]]
-    assert [unit["began"] for unit in journal.result.units.values()] == ["ours", "theirs", "ours"]
-    assert journal.result.units["decode, a / b, round 0"] == {
+    assert [unit["began"] for unit in units.values()] == ["ours", "theirs", "ours"]
+    assert units["decode, a / b, round 0"] == {
         "tokens": 64, "ours_s": 2.0, "theirs_s": 1.0, "began": "ours",
     }  # fmt: skip
 
 
 async def test_only_missing_rounds_are_measured(tmp_path: Path) -> None:
     sides = Sides(1.0, 1.0, fails_after=2 + 2 * 2)
-    with open_journal(tmp_path) as journal:
-        await run(journal, sides.comparison())
-    (failed,) = (check for check in of(sides.comparison()).checks(journal.units) if not check.passed)
+    units = await measured(tmp_path, sides.comparison())
+    (failed,) = (check for check in of(sides.comparison()).checks(units) if not check.passed)
     assert failed.detail == "1 of 3 fail; decode, a / b, round 2: EngineError: told to fail"
-    again, journal = Sides(1.0, 1.0), open_journal(tmp_path)
-    await run(journal, again.comparison())
+    again = Sides(1.0, 1.0)
+    units = await measured(tmp_path, again.comparison())
     assert len(again.ran) == 2 + 2  # the warm-up and the third round
-    assert len(journal.result.units) == 3
-    await run(journal, again.comparison())
+    assert len(units) == 3
+    assert await measured(tmp_path, again.comparison()) == units
     assert again.opened == 1
 
 
 async def test_a_ratio_is_one_of_speeds(tmp_path: Path) -> None:
-    journal = open_journal(tmp_path)
     slow, fast = Sides(2.0, 1.9).comparison("slow / fast"), Sides(1.0, 1.25).comparison("fast / slow", None)
-    await run(journal, slow, fast)
-    units = journal.result.units
+    units = await measured(tmp_path, slow, fast)
     both = of(slow, fast)
     speed = both.metrics(units)["speed"]
     assert (speed["slow / fast"]["ratio"].median, speed["fast / slow"]["ratio"].median) == (0.95, 1.25)
@@ -199,9 +196,8 @@ async def test_every_comparison_runs(tmp_path: Path, small: Path) -> None:
         hops=hops.plan(True, (), ()),
     )
     compared = comparisons(small, plan, llama_bench(tmp_path))
-    journal = open_journal(tmp_path / "out")
-    await run(journal, *compared)
-    assert len(journal.result.units) == len(compared) == 5
-    for name, unit in journal.result.units.items():
+    units = await measured(tmp_path / "out", *compared)
+    assert len(units) == len(compared) == 5
+    for name, unit in units.items():
         assert unit["ours_s"] > 0, name
         assert (unit["theirs_s"] == 1.0) is ("llama-bench" in name), name

@@ -5,6 +5,7 @@ from __future__ import annotations
 import lzma
 import subprocess
 import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import msgspec
@@ -19,7 +20,9 @@ PLAN = {"name": "test", "lengths": [1, 2]}
 SUBJECT = {"artifact": "a" * 32}
 
 
-def begin(folder: Path, plan: dict | None = None, *, subject: dict | None = None, kind="certify", fresh: bool = False):
+def begin(
+    folder: Path, plan: dict | None = None, *, subject: dict | None = None, kind="certify", fresh: bool = False
+) -> AbstractContextManager[Journal]:
     return Journal.open(folder, kind, plan or PLAN, subject or SUBJECT, "dgr-bench test", fresh=fresh)
 
 
@@ -42,10 +45,10 @@ def test_what_is_put_is_on_disk_at_once(tmp_path: Path):
 
 def test_an_interrupted_run_goes_on(tmp_path: Path):
     record(tmp_path)
-    again = begin(tmp_path)
-    assert again.units == {"unit/1": {"seconds": 0.25}}
-    again.put("unit/2", {"seconds": 0.5})
-    result = again.finish({"median_s": 0.375}, [check(True)])
+    with begin(tmp_path) as again:
+        assert again.units == {"unit/1": {"seconds": 0.25}}
+        again.put("unit/2", {"seconds": 0.5})
+        result = again.finish({"median_s": 0.375}, [check(True)])
     assert result.passed
     found = read_result(tmp_path)
     assert (found.complete, len(found.commands), len(found.loads)) == (True, 2, 3)
@@ -61,16 +64,17 @@ def test_an_interrupted_run_goes_on(tmp_path: Path):
 )
 def test_another_run_is_not_resumed_unless_told_to(tmp_path: Path, change: dict, words: str):
     record(tmp_path)
-    with pytest.raises(InputError, match=f"another {words}.*--fresh"):
-        begin(tmp_path, **change)
-    assert begin(tmp_path, **change, fresh=True).units == {}
+    with pytest.raises(InputError, match=f"another {words}.*--fresh"), begin(tmp_path, **change):
+        pass
+    with begin(tmp_path, **change, fresh=True) as journal:
+        assert journal.units == {}
 
 
 def test_a_failed_check_is_no_pass_and_neither_is_an_unfinished_run(tmp_path: Path):
-    journal = begin(tmp_path)
-    assert not journal.finish({}, [check(True), check(False)]).passed
-    assert journal.finish({}, [check(True)]).passed
-    journal.put("unit/3", {})
+    with begin(tmp_path) as journal:
+        assert not journal.finish({}, [check(True), check(False)]).passed
+        assert journal.finish({}, [check(True)]).passed
+        journal.put("unit/3", {})
     assert not read_result(tmp_path).passed
 
 
@@ -121,10 +125,9 @@ def test_two_runs_do_not_share_a_folder(tmp_path: Path):
     with begin(tmp_path) as first:
         first.put("unit/1", {"seconds": 0.25})
         for fresh in (False, True):
-            with pytest.raises(
-                InputError, match=f"another run of dgr-bench writes to {tmp_path}; wait for it, or give"
-            ):
-                begin(tmp_path, fresh=fresh)
+            words = f"another run of dgr-bench writes to {tmp_path}; wait for it, or give another --out"
+            with pytest.raises(InputError, match=words), begin(tmp_path, fresh=fresh):
+                pass
         first.put("unit/2", {"seconds": 0.5})
     with begin(tmp_path) as again:
         assert set(again.units) == {"unit/1", "unit/2"}
@@ -144,8 +147,8 @@ def test_another_process_holds_its_folder_until_it_ends(tmp_path: Path, end: str
     command = [sys.executable, "-P", "-c", _HOLDER, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         assert holder.stdout.readline() == b"holds\n"
-        with pytest.raises(InputError, match="another run of dgr-bench"):
-            begin(tmp_path)
+        with pytest.raises(InputError, match="another run of dgr-bench"), begin(tmp_path):
+            pass
         if end == "is killed":
             holder.kill()
     with begin(tmp_path, fresh=True) as journal:
@@ -154,14 +157,15 @@ def test_another_process_holds_its_folder_until_it_ends(tmp_path: Path, end: str
 
 def test_a_folder_that_cannot_be_is_told(tmp_path: Path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(InputError, match=r"cannot write to the folder .*file/out: .*give another --out"):
-        begin(tmp_path / "file" / "out")
+    words = r"cannot write to the folder .*file/out: .*give another --out"
+    with pytest.raises(InputError, match=words), begin(tmp_path / "file" / "out"):
+        pass
 
 
 def test_a_refused_run_lets_go_of_the_folder(tmp_path: Path):
     record(tmp_path)
-    with pytest.raises(InputError, match="another kind"):
-        begin(tmp_path, kind="drill")
+    with pytest.raises(InputError, match="another kind"), begin(tmp_path, kind="drill"):
+        pass
     with begin(tmp_path) as journal:
         assert set(journal.units) == {"unit/1"}
 
