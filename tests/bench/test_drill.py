@@ -359,6 +359,13 @@ async def test_a_case_that_ends_in_an_error_is_an_outcome(small: Path, monkeypat
     assert outcome.error == "LinkBroken: no stage today"
 
 
+async def test_a_case_that_hangs_is_an_outcome(autojump_clock: trio.abc.Clock) -> None:
+    outcome = Outcome()
+    with fault_injection.into_error(outcome, 180.0):
+        await trio.sleep_forever()
+    assert outcome.error == "TooSlowError: not ended after 180 s"
+
+
 async def test_a_program_that_ends_too_early_says_why() -> None:
     async with open_program("stage", "nowhere.gguf", "--layers", "0:7", "--listen", "127.0.0.1:0") as program:
         with pytest.raises(ProgramEnded, match=r"dgr ended with 1 before its first line came: .*nowhere\.gguf"):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Literal
+from typing import Literal, Protocol
 
 import msgspec
 import psutil
@@ -220,23 +220,31 @@ async def undisturbed(model: Path, scenario: Scenario) -> dict[str, list[int]]:
 async def run_case(case: DrillCase, model: Path, scenario: Scenario) -> Outcome:
     """Run a case with processes of its own. An error is part of the outcome."""
     outcome = Outcome()
-    try:
-        with trio.move_on_after(_HANG) as patience:
-            async with (
-                open_testbed(model, scenario, outcome.leftovers) as testbed,
-                testbed.pipeline.session() as session,
-            ):
-                reported = testbed.pipeline.events()
-                kind = _Slowness if case.fault == "slow" else _Loss
-                await kind(case, scenario, testbed, session, outcome).run()
-                events = so_far(reported)
-                outcome.losses = sum(isinstance(event, StateLost) for event in events)
-                outcome.reprefilled = [event.tokens for event in events if isinstance(event, RePrefilled)]
-        if patience.cancelled_caught:
-            outcome.error = f"DeadlineExceeded: the case had not ended after {_HANG:g} s"
-    except (DgrError, OSError, trio.TooSlowError, ExceptionGroup) as error:
-        outcome.error = f"{type(error).__name__}: {error}"
+    with into_error(outcome, _HANG):
+        async with open_testbed(model, scenario, outcome.leftovers) as testbed, testbed.pipeline.session() as session:
+            reported = testbed.pipeline.events()
+            kind = _Slowness if case.fault == "slow" else _Loss
+            await kind(case, scenario, testbed, session, outcome).run()
+            events = so_far(reported)
+            outcome.losses = sum(isinstance(event, StateLost) for event in events)
+            outcome.reprefilled = [event.tokens for event in events if isinstance(event, RePrefilled)]
     return outcome
+
+
+class HasError(Protocol):
+    """What came of something that may have ended in an error."""
+
+    error: str
+
+
+@contextmanager
+def into_error(outcome: HasError, seconds: float) -> Iterator[None]:
+    """How the block ended, when not well: an error of stages and links, or that it took longer than ``seconds``."""
+    try:
+        with trio.fail_after(seconds):
+            yield
+    except (DgrError, OSError, trio.TooSlowError, ExceptionGroup) as error:
+        outcome.error = f"{type(error).__name__}: {str(error) or f'not ended after {seconds:g} s'}"
 
 
 async def _take(generation: Generation) -> list[int]:

@@ -12,9 +12,8 @@ import msgspec
 import trio
 
 from dgr import Generation
-from dgr.errors import DeadlineExceeded, DgrError
 from dgr.testing.cables import Cable
-from dgr_bench.drill.fault_injection import Leftovers, Scenario, open_testbed
+from dgr_bench.drill.fault_injection import Leftovers, Scenario, into_error, open_testbed
 from dgr_bench.quartiles import median
 
 #: Seconds after which a round hangs.
@@ -91,23 +90,18 @@ async def run_round(model: Path, scenario: Scenario, delays: Delays, number: int
     n_tokens = 1 + len(order) * delays.turns * 3 * (_SETTLE + delays.tokens)
     longer = msgspec.structs.replace(scenario, answer=n_tokens, prompt=scenario.chunk)
     hops = len(scenario.split) + 1
-    try:
-        with trio.move_on_after(_HANG) as patience:
-            async with open_testbed(model, longer, found.leftovers) as testbed, testbed.pipeline.session() as session:
-                answer = session.generate(longer.tokens(0), max_tokens=n_tokens, stop=())
-                await anext(answer)
-                for delay in (delay_ms / 1e3 for delay_ms in order):
-                    times = found.times[name_of(1e3 * delay)] = Times()
-                    for _ in range(delays.turns):
-                        times.usual += await _pace(answer, delays.tokens)
-                        times.rested += await _pace(answer, delays.tokens, rest=hops * delay)
-                        _delay(testbed.cables, delay)
-                        times.delayed += await _pace(answer, delays.tokens)
-                        _delay(testbed.cables, 0.0)
-        if patience.cancelled_caught:
-            raise DeadlineExceeded(f"the round had not ended after {_HANG:g} s")
-    except (DgrError, OSError, trio.TooSlowError, ExceptionGroup) as error:
-        found.error = f"{type(error).__name__}: {error}"
+    with into_error(found, _HANG):
+        async with open_testbed(model, longer, found.leftovers) as testbed, testbed.pipeline.session() as session:
+            answer = session.generate(longer.tokens(0), max_tokens=n_tokens, stop=())
+            await anext(answer)
+            for delay in (delay_ms / 1e3 for delay_ms in order):
+                times = found.times[name_of(1e3 * delay)] = Times()
+                for _ in range(delays.turns):
+                    times.usual += await _pace(answer, delays.tokens)
+                    times.rested += await _pace(answer, delays.tokens, rest=hops * delay)
+                    _delay(testbed.cables, delay)
+                    times.delayed += await _pace(answer, delays.tokens)
+                    _delay(testbed.cables, 0.0)
     return found
 
 

@@ -21,7 +21,7 @@ from attrs import frozen
 from dgr.cli.keys import make_keys
 from dgr.errors import DgrError, LinkBroken
 from dgr.model.v4 import V4_FLASH
-from dgr.testing.relay import Relay, open_relay
+from dgr.testing.cables import Cable, open_cable
 from dgr.wire import Limits, Link, frames, memory_transports, open_link
 from dgr.wire.tcp import Credentials, accept_tls, dial, listen
 
@@ -100,26 +100,16 @@ class Echo:
     credentials: Credentials | None
 
     @asynccontextmanager
-    async def counted(self) -> AsyncIterator[tuple[trio.abc.Stream, Relay]]:
-        """A stream to the process, and the relay of TCP under it, which counts the bytes on the wire."""
+    async def counted(self) -> AsyncIterator[tuple[trio.abc.Stream, Cable]]:
+        """A stream to the process, and the cable under it, which counts the bytes on the wire."""
         if self.address is None:
             raise ValueError("an echo in this process has no wire to count on")
-        (listener,) = await trio.open_tcp_listeners(0, host=_HOST)
-        told, opened = trio.open_memory_channel[Relay](1)
-
-        async def pass_on(address: str) -> None:
-            async with open_relay(await listener.accept(), await dial(address, credentials=None)) as relay:
-                told.send_nowait(relay)
-                await trio.sleep_forever()
-
-        async with listener, trio.open_nursery() as nursery:
-            nursery.start_soon(pass_on, self.address)
-            near = await dial(f"{_HOST}:{listener.socket.getsockname()[1]}", credentials=self.credentials)
+        async with open_cable(self.address) as cable:
+            near = await dial(cable.address, credentials=self.credentials)
             try:
-                yield near, await opened.receive()
+                yield near, cable
             finally:
                 await trio.aclose_forcefully(near)
-                nursery.cancel_scope.cancel()
 
 
 @asynccontextmanager
@@ -193,7 +183,7 @@ async def bare_round(transport: trio.abc.Stream, payload: bytes) -> float:
 async def wire_bytes(echo: Echo, n_tokens: int, warm_up: int, rounds: int) -> int:
     """Bytes on the wire, both ways, of so many round trips of a boundary frame, after some that are not counted."""
     payload = bytes(payload_bytes(n_tokens))
-    async with echo.counted() as (transport, relay), open_echo_link(transport) as link:
+    async with echo.counted() as (transport, cable), open_echo_link(transport) as link:
 
         async def settle() -> int:
             """Bytes passed on, once the last credit is through: a frame may be whole before it."""
@@ -201,7 +191,7 @@ async def wire_bytes(echo: Echo, n_tokens: int, warm_up: int, rounds: int) -> in
             before, now = -1, 0
             while before != now:
                 await trio.sleep(_QUIET)
-                before, now = now, relay.rightward.forwarded + relay.leftward.forwarded
+                before, now = now, sum(one.rightward.forwarded + one.leftward.forwarded for one in cable.relays)
             return now
 
         for _ in range(warm_up):
