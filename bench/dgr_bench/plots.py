@@ -22,7 +22,7 @@ BLUE, RED, GREEN, GREY = "#0072b2", "#d55e00", "#009e73", "#767676"
 #: Letters of a label from which on two do not fit beside each other.
 _WIDE = 45
 #: A plot has few colours; in a palette of so many a picture takes a third of the bytes.
-_COLOURS = 24
+_COLOURS = 64
 
 _STYLE: Any = {
     "figure.figsize": (7.2, 4.2),
@@ -80,7 +80,9 @@ def draw(folder: Path, plots: Iterable[Plot]) -> None:
                 figure.legend(*named, loc="outside lower center", ncols=columns)
             figure.savefig(drawn := BytesIO(), dpi=80)
             plt.close(figure)
-        picture = Image.open(drawn).convert("RGB").quantize(_COLOURS)
+        picture = (
+            Image.open(drawn).convert("RGB").quantize(_COLOURS, Image.Quantize.MAXCOVERAGE)
+        )  # small marks keep their colour
         picture.save(folder / "plots" / f"{plot.stem}.png", optimize=True)
 
 
