@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from attrs import frozen
 
 from dgr.errors import InputError
+from dgr.model.outputs import write_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes as Axes
@@ -83,7 +84,8 @@ def draw(folder: Path, plots: Iterable[Plot]) -> None:
         picture = (
             Image.open(drawn).convert("RGB").quantize(_COLOURS, Image.Quantize.MAXCOVERAGE)
         )  # small marks keep their colour
-        picture.save(folder / "plots" / f"{plot.stem}.png", optimize=True)
+        picture.save(packed := BytesIO(), "PNG", optimize=True)
+        write_file(folder / "plots" / f"{plot.stem}.png", packed.getvalue())
 
 
 def log_context(axes: Axes) -> None:

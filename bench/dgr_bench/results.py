@@ -18,6 +18,7 @@ from typing import Any, Literal
 import msgspec
 
 from dgr.errors import InputError
+from dgr.model.outputs import write_file
 from dgr_bench.environment import Environment, Load, environment, load_now
 from dgr_bench.verdicts import Check
 
@@ -93,13 +94,6 @@ def read_result(path: str | os.PathLike[str]) -> Result:
             f"{path}: the plan has digest {digest_of(result.plan)}, but the result says {result.plan_digest}"
         )
     return result
-
-
-def write_file(path: Path, content: bytes) -> None:
-    """Write a file in one step: its readers find the old one or the new one."""
-    part = path.with_suffix(f".{os.getpid()}.part")
-    part.write_bytes(content)
-    part.replace(path)
 
 
 def write_result(result: Result, folder: Path) -> None:

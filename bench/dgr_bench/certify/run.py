@@ -41,6 +41,7 @@ from dgr import (
 )
 from dgr.cli.options import link_policy_of
 from dgr.errors import InputError
+from dgr.model.outputs import write_file
 from dgr.model.route import parse_split
 from dgr.model.route_file import RouteFile, read_route_file
 from dgr.model.state_map import ContextShape
@@ -201,7 +202,7 @@ class CertifyJob:
         if self.plan.numerics is not Numerics.EXACT and store.folder is not None:
             path = rows_file(store.folder, run.variant, run.length)
             path.parent.mkdir(exist_ok=True)
-            path.write_bytes(rows)
+            write_file(path, rows)
 
     @asynccontextmanager
     async def _open_stages(self) -> AsyncIterator[Stages]:
