@@ -103,7 +103,7 @@ def _canaries(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[dict[
 
 
 def _ratios(first: Mapping[str, Any], second: Mapping[str, Any], path: str = "") -> dict[str, float]:
-    """second / first of every figure of time that both have, by its path."""
+    """second / first of every metric of time that both have, by its path."""
     found: dict[str, float] = {}
     for name, value in first.items():
         other, where = second.get(name), f"{path}{name}"
@@ -120,7 +120,7 @@ def _ratios(first: Mapping[str, Any], second: Mapping[str, Any], path: str = "")
 
 
 def _key(row: Mapping[str, Any]) -> str:
-    """What a row of metrics is about: its first figure, a length or a name."""
+    """What a row of metrics is about: its first value, a length or a name."""
     return str(next(iter(row.values()), ""))
 
 

@@ -56,7 +56,7 @@ def parse_samples(output: bytes) -> Sample:
             f" {_SCRIPT} --llama-bench builds"
         ) from error
     if not sample.samples_ns or min(sample.samples_ns) <= 0:
-        raise EngineError(f"llama-bench measured {sample.samples_ns} ns; at least one positive figure was expected")
+        raise EngineError(f"llama-bench measured {sample.samples_ns} ns; at least one positive number was expected")
     return sample
 
 

@@ -215,7 +215,7 @@ async def open_stages(
 
 
 class Bare:
-    """A conversation with one engine that owns every layer: what llama.cpp gives when nothing is split."""
+    """A conversation with one engine that owns every layer: what llama.cpp draws when nothing is split."""
 
     def __init__(self, engine: ShardEngine, chunk: int, patience: float = math.inf) -> None:
         self._engine = engine

@@ -89,7 +89,7 @@ async def run_length(
     stages: Stages | None = None,
     disturb: Pipeline | None = None,
 ) -> bytes:
-    """Fill ``run``: a prompt of its length, the profile's drawn tokens, and its given ones; gives the rows of the latter.
+    """Fill ``run``: a prompt of its length, the profile's drawn tokens, and its given ones; returns the rows of the latter.
 
     ``disturb``: a pipeline whose route changes after half of the drawn tokens.
     """

@@ -1,6 +1,6 @@
 """``dgr-bench certify --selftest``: mistakes on purpose, each of which the check that is named must catch.
 
-A mutant stands in for the engine of a stage, for the whole model, for an act that must fail, or for a raw figure. The
+A mutant stands in for the engine of a stage, for the whole model, for an act that must fail, or for a raw measurement. The
 certificate of the unchanged stages must pass.
 """
 

@@ -155,7 +155,7 @@ def profile_of(name: str) -> Profile:
         raise InputError(f"cannot read the profile {name}: {error.strerror or error}") from error
     except msgspec.DecodeError as error:
         raise InputError(
-            f"{name} is no profile: {error}; `dgr-bench profile fixture` prints one to start from"
+            f"{name} is not a profile: {error}; `dgr-bench profile fixture` prints one to start from"
         ) from error
     if profile.name in PROFILES and profile != PROFILES[profile.name]:
         raise InputError(f"{name} is called {profile.name!r}, as a profile of dgr-bench is; give it a name of its own")

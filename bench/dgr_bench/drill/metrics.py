@@ -14,7 +14,7 @@ from dgr_bench.drill.ring import Delays, RingPoint, RingRound, points_of
 from dgr_bench.quartiles import median
 from dgr_bench.verdicts import Check, answers_tell, first_difference, judge
 
-#: Seconds within which a loss is reported: a connection that ends tells at once; silence is told after three heartbeats.
+#: Seconds within which a loss is reported: an end of a connection at once; silence is reported after three heartbeats.
 _REPORTED_AT_ONCE = 1.0
 _REPORTED_LATE = 1.0
 #: Share by which time per token may differ from what a slow cable adds, over the few tokens of the cases.
