@@ -87,7 +87,8 @@ def stage_command(
         "type_k": "--type-k",
         "numerics": "--numerics",
     }
-    command = [sys.executable, "-m", "dgr", "stage", str(model), "--layers", str(ref.layers), "--listen", ref.address]
+    command = [sys.executable, "-P", "-m", "dgr", "stage", str(model)]
+    command += ["--layers", str(ref.layers), "--listen", ref.address]
     command += ["--threads", str(threads), "--sessions", str(file.context.get("n_seq_max", sessions))]
     for key, flag in flags.items():
         if key in file.context:

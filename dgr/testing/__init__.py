@@ -15,6 +15,7 @@ from dgr.testing.network.processes import Program, ProgramEnded, free_ports, is_
 from dgr.testing.network.proxy import FaultyProxy, open_proxies, open_proxy
 from dgr.testing.network.relay import Flow, Relay, open_relay
 from dgr.testing.offline import Offline, open_fake_pipeline
+from dgr.testing.raw_client import open_raw_client
 from dgr.testing.waits import until
 
 __all__ = [
@@ -51,6 +52,7 @@ __all__ = [
     "open_program",
     "open_proxies",
     "open_proxy",
+    "open_raw_client",
     "open_relay",
     "open_up",
     "pieces",

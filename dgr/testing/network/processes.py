@@ -144,7 +144,7 @@ class Program:
 async def open_program(*arguments: str, stdin: int | None = None) -> AsyncIterator[Program]:
     """Run ``dgr`` with ``arguments`` for the length of the block; it is told to end, or killed if the block failed."""
     process = await trio.lowlevel.open_process(
-        [sys.executable, "-m", "dgr", *arguments],
+        [sys.executable, "-P", "-m", "dgr", *arguments],
         stdin=stdin,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
