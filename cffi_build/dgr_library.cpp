@@ -173,7 +173,7 @@ static std::string build_info() {
 } // namespace dgr
 
 int32_t dgr_abi_version(void) {
-    return 1;
+    return 2;
 }
 
 const char * dgr_last_error(void) {

@@ -123,6 +123,9 @@ void         dgr_log_set(void (*on_line)(int32_t level, const char * text)); // 
 const char * dgr_build_info(void);                     // JSON: llama.cpp commit, patch digest, compiler, flags, CPU features
 // Runs a fixed probe graph with the reference kernels and writes the digest of its output (32 hex digits + NUL).
 int32_t      dgr_kernel_probe(char * out, size_t out_size);
+// Reads quantised blocks as numbers with the type's reference code (ggml's to_float); a ggml_type that has no blocks, and
+// sizes that are not whole blocks, at least one, are refused.
+int32_t      dgr_dequantize(int32_t type, const void * blocks, size_t n_bytes, float * out, size_t n_values);
 
 // A stage.
 dgr_stage_params dgr_stage_params_default(void);

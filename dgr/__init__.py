@@ -4,13 +4,14 @@
 #
 #   cli       how people come in: one module per command group
 #   serving   optional ways in for programs: asyncio today
+#   selftest  tests of this machine, and the small models they run on
 #   runtime   trio actors: shard, session, supervisor, ledger, pipeline; every state table is in runtime/states
 #   wire      bytes on a link: the closed message union, the sans-I/O framer, links
 #   engine    the ShardEngine seam, and llama.cpp behind it; the only code that touches a pointer
 #   model     facts about the model and about routes: pure values
 #   errors    one tree
 #
-# `dgr.testing` stands beside the house: fixtures, a fake engine, a relay, the engine contract suite.
+# `dgr.testing` stands beside the house: a fake engine, a bad network, the engine contract suite, the MTP contract.
 
 from __future__ import annotations
 

@@ -17,8 +17,11 @@ sys.path.insert(0, str(HERE))
 
 from draw_states import comments, section  # noqa: E402 (found through the line above)
 
-from dgr.model import mtp_messages as messages  # noqa: E402
-from dgr.model.mtp_ownership import (  # noqa: E402
+from dgr.model.route import LayerRange, parse_split  # noqa: E402
+from dgr.model.state_map import ContextShape, state_map  # noqa: E402
+from dgr.model.v4 import V4_FLASH  # noqa: E402
+from dgr.testing.mtp_contract import messages  # noqa: E402
+from dgr.testing.mtp_contract.ownership import (  # noqa: E402
     CROSSINGS,
     DUTIES,
     STATE,
@@ -27,10 +30,7 @@ from dgr.model.mtp_ownership import (  # noqa: E402
     mtp_tensors,
     plane_bytes,
 )
-from dgr.model.mtp_states import MACHINES  # noqa: E402
-from dgr.model.route import LayerRange, parse_split  # noqa: E402
-from dgr.model.state_map import ContextShape, state_map  # noqa: E402
-from dgr.model.v4 import V4_FLASH  # noqa: E402
+from dgr.testing.mtp_contract.states import MACHINES  # noqa: E402
 
 PAGE = HERE / "mtp-contract.md"
 ANCHORS = HERE.parent / "vendor" / "llama.cpp" / "mtp_anchors.toml"

@@ -15,9 +15,9 @@ import pytest
 import dgr
 from dgr.engine.base import ContextParams
 from dgr.engine.numerics import Certificate, load_certificate, record_certificate
-from dgr.testing.chain import some_tokens
-from dgr.testing.invariance import certificate, run_suite
-from dgr.testing.models import cached_fixture
+from dgr.selftest.chain import some_tokens
+from dgr.selftest.fixture import cached_fixture
+from dgr.selftest.invariance import certificate, run_suite
 
 T = TypeVar("T")
 

@@ -10,7 +10,7 @@ from dgr import GeneratedToken, Generation
 from dgr.engine.base import ContextParams, LogitsWanted, SamplingParams, Work
 from dgr.runtime.events import so_far
 from dgr.runtime.shard import Shard
-from dgr.testing.fake import FakeEngine
+from dgr.testing.engines.fake import FakeEngine
 
 
 @lru_cache(maxsize=4096)

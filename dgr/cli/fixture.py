@@ -10,7 +10,7 @@ import attrs
 from dgr.cli.progress import progress_bar
 from dgr.cli.streams import print_json
 from dgr.model.targets import find_target, not_writable
-from dgr.testing.fixture import add_arguments, write_from_arguments
+from dgr.selftest.fixture import PRESETS, WEIGHTS, write_fixture
 
 __all__ = ["register", "run"]
 
@@ -23,7 +23,24 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
         description="Write a small DeepSeek V4 model: the real graph and schedule, narrow widths, the same bytes for a"
         " seed on every machine.",
     )
-    add_arguments(parser)
+    parser.add_argument("out", metavar="OUT.gguf", help="file to write")
+    parser.add_argument("--seed", type=int, default=0, help="seed of every value (default: 0)")
+    parser.add_argument("--preset", choices=PRESETS, help="widths (default: tiny; wide for K-quants)")
+    parser.add_argument(
+        "--layers", type=int, default=43, metavar="N", help="first N layers of the schedule (default: 43)"
+    )
+    parser.add_argument("--weights", choices=WEIGHTS, default="f32", help="tensor types (default: f32)")
+    parser.add_argument("--mtp", action="store_true", help="append the MTP block (dgr never runs it)")
+    parser.add_argument(
+        "--sparse", action="store_true", help="header and sizes only; the weights are a hole in the file"
+    )
+    parser.add_argument(
+        "--parts",
+        type=int,
+        default=1,
+        metavar="N",
+        help="write N files, OUT-00001-of-0000N.gguf and so on, and the model's manifest; the first holds no tensor",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
 
@@ -32,10 +49,17 @@ def run(args: argparse.Namespace) -> int:
     target = find_target(args.out)  # looked at before anything is computed
     if target.direct:
         raise not_writable(args.out, "a model is a file, and this is none")
-    if args.parts == 1:
-        args.out = target.file  # what a link leads to is replaced, not the link
     with progress_bar("writing the model"):
-        summary = write_from_arguments(args)
+        summary = write_fixture(
+            target.file if args.parts == 1 else args.out,  # what a link leads to is replaced, not the link
+            seed=args.seed,
+            preset=args.preset,
+            layers=args.layers,
+            mtp=args.mtp,
+            weights=args.weights,
+            sparse=args.sparse,
+            parts=args.parts,
+        )
     if args.json:
         print_json(attrs.asdict(summary))
         return 0

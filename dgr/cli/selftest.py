@@ -11,7 +11,7 @@ from dgr.engine.native import kernel_fingerprint
 from dgr.engine.numerics import Certificate, load_certificate, record_certificate, record_target
 from dgr.errors import InputError
 from dgr.model.host import available_cpus
-from dgr.testing.invariance import THREADS_NOTE, Report, Verdict, certificate, run_suite
+from dgr.selftest.invariance import THREADS_NOTE, Report, Verdict, certificate, run_suite
 
 __all__ = ["register", "run"]
 

@@ -4,10 +4,8 @@ V4's MTP block drafts tokens that the main layers verify. dgr does not run it: :
 and send what (``docs/mtp-contract.md``), and every way of asking for it ends in
 :class:`~dgr.errors.MtpNotExecutable`. Nothing here, and nothing elsewhere, can turn it on: there is no switch to find.
 
-The contract as values: :mod:`dgr.model.mtp_ownership` (tensors, duties, state, bytes), :mod:`dgr.model.mtp_messages`
-(what crosses a seam), :mod:`dgr.model.mtp_states` (transition tables), :mod:`dgr.model.mtp_rollback` (when a rollback is
-exact), and all of it interpreted, position by position: :mod:`dgr.model.mtp_reference` (a session's layers and MTP block),
-:mod:`dgr.model.mtp_shard` (a stage), :mod:`dgr.model.mtp_route` (a route and its pipeline).
+The contract itself, as values and interpreted, is part of the test kit (``dgr.testing.mtp_contract``); nothing that runs
+imports it.
 """
 
 from __future__ import annotations

@@ -22,8 +22,9 @@ from dgr.model.manifest import encode_manifest
 from dgr.model.route import LayerRange
 from dgr.model.shares import MANIFEST_KEY
 from dgr.model.slicing import write_slice
-from dgr.testing.fixture import write_fixture
-from dgr.testing.fixture_edit import edit_gguf, strings, write_in_parts
+from dgr.selftest.fixture.edit import edit_gguf, write_in_parts
+from dgr.selftest.fixture.metadata import strings
+from dgr.selftest.fixture.writer import write_fixture
 
 __all__ = ["DIRECTED", "KINDS", "Mutation", "damaged_files", "write_whole_files"]
 

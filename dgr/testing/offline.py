@@ -16,7 +16,7 @@ from dgr.engine.base import ContextParams
 from dgr.model.route import LayerRange, Route, StageRef, parse_split
 from dgr.runtime.local import LocalCluster, ShardPolicy, open_cluster
 from dgr.runtime.pipeline import Pipeline, open_pipeline_on
-from dgr.testing.fake import FakeEngine, FakeModel, FakeVocabulary
+from dgr.testing.engines.fake import FakeEngine, FakeModel, FakeVocabulary
 
 __all__ = ["Offline", "open_fake_pipeline"]
 
@@ -59,7 +59,7 @@ async def open_fake_pipeline(
     policy: ShardPolicy | None = None,
     **options: Any,
 ) -> AsyncIterator[Offline]:
-    """Open a pipeline over stages of a :class:`~dgr.testing.fake.FakeModel`; it knows bytes as token ids.
+    """Open a pipeline over stages of a :class:`~dgr.testing.engines.fake.FakeModel`; it knows bytes as token ids.
 
     ``options`` as of :func:`dgr.open_pipeline_on`: ``chunk``, ``window``, ``retries``, ``timeouts``. It works under
     trio's autojump clock, where no timeout takes time.

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from bench.cli import main
-from bench.describe import result_schema
-from bench.profiles import PROFILES, Profile
-from bench.results import SCHEMA
+from dgr_bench.certify.profiles import PROFILES, Profile
+from dgr_bench.cli import main
+from dgr_bench.describe import result_schema
+from dgr_bench.results import SCHEMA
 
 COMMANDS = ("certify", "verify", "compare", "real", "profile", "schema", "drill", "frontier", "overhead", "hops")
 
@@ -21,6 +22,13 @@ def test_the_help_names_every_command(capsys: pytest.CaptureFixture[str]):
     assert ended.value.code == 0
     said = capsys.readouterr().out
     assert [name for name in COMMANDS if f"    {name} " not in said and f"    {name}\n" not in said] == []
+
+
+def test_the_version_names_the_schema_of_results(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as ended:
+        main(["--version"])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out == f"dgr-bench {version('dgr')}, results {SCHEMA}\n"
 
 
 @pytest.mark.parametrize("arguments", [[], ["certif"], ["certify", "--no-such-flag"], ["verify"], ["compare", "one"]])

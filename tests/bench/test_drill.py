@@ -14,58 +14,61 @@ import msgspec
 import pytest
 import trio
 
-from bench import disturbances, drill, drill_report
-from bench.cli import main
-from bench.disturbances import MOMENTS, Case, Outcome, Remains, Setting, Strike, survivors
-from bench.ring import Delays, Round, Times, points_of
 from dgr.errors import LinkBroken
 from dgr.model.route import LayerRange, Route, StageRef
-from dgr.testing.cables import open_cables
-from dgr.testing.processes import ProgramEnded, is_gone, open_program
+from dgr.testing.network.processes import ProgramEnded, is_gone, open_program
+from dgr.testing.network.proxy import open_proxies
+from dgr_bench import benchmark
+from dgr_bench.cli import main
+from dgr_bench.drill import command as drill_command
+from dgr_bench.drill import fault_injection
+from dgr_bench.drill import metrics as drill
+from dgr_bench.drill.fault_injection import MOMENTS, DrillCase, Injection, Leftovers, Outcome, Scenario, survivors
+from dgr_bench.drill.ring import Delays, RingRound, Times, points_of
 
-SETTING = Setting(split=("0:2", "2:5", "5:7"), n_vocab=512)
-PLAN = drill.plan(SETTING)
-ANSWER, NEXT = list(range(100, 100 + SETTING.answer)), list(range(200, 200 + SETTING.answer))
+SCENARIO = Scenario(split=("0:2", "2:5", "5:7"), n_vocab=512)
+PLAN = drill.plan(SCENARIO)
+ANSWER, NEXT = list(range(100, 100 + SCENARIO.answer)), list(range(200, 200 + SCENARIO.answer))
 
 
-def good(case: Case, setting: Setting = SETTING) -> Outcome:
+def good(case: DrillCase, scenario: Scenario = SCENARIO) -> Outcome:
     """An outcome with nothing wrong."""
-    received = case.received(setting)
-    committed = 32 if case.moment == "prefill" else setting.prompt + received - 1
-    is_slow, is_cancelled, times = case.act == "slow", case.moment == "cancel", 2 if case.moment == "twice" else 1
-    detected = None if is_slow else 0.7 if case.act == "stall" else 0.004
-    strikes = [Strike(committed=committed, received=received, detected=detected, recovered=0.9)]
+    received = case.received(scenario)
+    committed = 32 if case.moment == "prefill" else scenario.prompt + received - 1
+    is_slow, is_cancelled, times = case.fault == "slow", case.moment == "cancel", 2 if case.moment == "twice" else 1
+    detected = None if is_slow else 0.7 if case.fault == "stall" else 0.004
+    injections = [Injection(committed=committed, received=received, detected=detected, recovered=0.9)]
     if times == 2:
-        later = Strike(committed=335, received=16) if is_slow else Strike(committed=64, received=received)
-        strikes.append(msgspec.structs.replace(later, detected=detected, recovered=0.9))
-    again = setting.prompt + received + (setting.next_prompt if is_cancelled else 0)
+        later = Injection(committed=335, received=16) if is_slow else Injection(committed=64, received=received)
+        injections.append(msgspec.structs.replace(later, detected=detected, recovered=0.9))
+    again = scenario.prompt + received + (scenario.next_prompt if is_cancelled else 0)
     return Outcome(
-        answer=ANSWER[: setting.late] if is_cancelled else ANSWER,
+        answer=ANSWER[: scenario.late] if is_cancelled else ANSWER,
         next_answer=NEXT if is_cancelled else [],
-        strikes=strikes,
+        injections=injections,
         losses=0 if is_slow else times,
         reprefilled=[] if is_slow else [again],
-        slow=[0.005 + drill.added_ms(setting, case.stage) / 1e3] * 6 if is_slow else [],
+        slow=[0.005 + drill.added_ms(scenario, case.stage) / 1e3] * 6 if is_slow else [],
         usual=[0.005] * 6,
-        remains=Remains(exit_code=0, seen=3),
+        leftovers=Leftovers(exit_code=0, seen=3),
     )
 
 
-def good_round(delays: Delays, setting: Setting = SETTING) -> Round:
-    hops = len(setting.split) + 1
+def good_round(delays: Delays, scenario: Scenario = SCENARIO) -> RingRound:
+    hops = len(scenario.split) + 1
     times = {
         f"{ms:g}": Times(usual=[0.010] * 9, rested=[0.012] * 9, delayed=[0.012 + hops * ms / 1e3] * 9)
         for ms in delays.delays_ms
     }
-    return Round(times=times, remains=Remains(exit_code=0, seen=3))
+    return RingRound(times=times, leftovers=Leftovers(exit_code=0, seen=3))
 
 
-def recorded(plan: drill.Plan = PLAN) -> dict[str, Any]:
+def recorded(plan: drill.DrillPlan = PLAN) -> dict[str, Any]:
     """The units of a run in which everything went well, as a journal gives them."""
     assert plan.ring is not None
     units: dict[str, Any] = {"undisturbed": {"answer": ANSWER, "next_answer": NEXT}}
-    units |= {case.name(plan.setting): good(case, plan.setting) for case in plan.cases}
-    units |= {f"ring/{number}": good_round(plan.ring, plan.setting) for number in range(plan.ring.rounds)}
+    units |= {case.name(plan.scenario): good(case, plan.scenario) for case in plan.cases}
+    units |= {f"ring/{number}": good_round(plan.ring, plan.scenario) for number in range(plan.ring.rounds)}
     return msgspec.to_builtins(units)
 
 
@@ -76,11 +79,11 @@ def failing(units: dict[str, Any]) -> dict[str, str]:
 
 def test_the_plan_has_every_act_on_every_stage_at_every_moment() -> None:
     assert len(PLAN.cases) == 4 * 3 * 5
-    assert len({case.name(SETTING) for case in PLAN.cases}) == len(PLAN.cases)
-    quick = drill.plan(SETTING, quick=True)
+    assert len({case.name(SCENARIO) for case in PLAN.cases}) == len(PLAN.cases)
+    quick = drill.plan(SCENARIO, quick=True)
     assert len(quick.cases) == 4 * 3
     assert {case.moment for case in quick.cases} == set(MOMENTS)
-    assert drill.plan(SETTING, ["kill"]).ring is None
+    assert drill.plan(SCENARIO, ["kill"]).ring is None
 
 
 def test_what_went_well_passes_with_every_case_counted() -> None:
@@ -97,7 +100,7 @@ def test_what_went_well_passes_with_every_case_counted() -> None:
 MUTANTS: dict[str, tuple[str, Callable[[dict[str, Any]], None], str]] = {
     "a text that goes on wrongly after the recovery": (
         "kill/middle/token n",
-        lambda unit: unit["answer"].__setitem__(SETTING.late + 1, 7),
+        lambda unit: unit["answer"].__setitem__(SCENARIO.late + 1, 7),
         "text is the undisturbed one",
     ),
     "a text that ends early": (
@@ -112,12 +115,12 @@ MUTANTS: dict[str, tuple[str, Callable[[dict[str, Any]], None], str]] = {
     ),
     "a cancelled token that stays in the text": (
         "slow/head/cancel",
-        lambda unit: unit["answer"].append(ANSWER[SETTING.late]),
+        lambda unit: unit["answer"].append(ANSWER[SCENARIO.late]),
         "text is the undisturbed one",
     ),
     "too few tokens re-prefilled": (
         "kill/head/token 1",
-        lambda unit: unit.update(reprefilled=[SETTING.prompt]),
+        lambda unit: unit.update(reprefilled=[SCENARIO.prompt]),
         "what is lost is re-prefilled whole, and once",
     ),
     "a re-prefill more than needed": (
@@ -132,13 +135,13 @@ MUTANTS: dict[str, tuple[str, Callable[[dict[str, Any]], None], str]] = {
     ),
     "a loss that is told late": (
         "stall/head/token 1",
-        lambda unit: unit["strikes"][0].update(detected=3 * SETTING.heartbeat + 1.5),
-        "losses are told in time",
+        lambda unit: unit["strikes"][0].update(detected=3 * SCENARIO.heartbeat + 1.5),
+        "losses are reported in time",
     ),
     "a loss that is never told": (
         "kill/tail/cancel",
         lambda unit: unit["strikes"][0].update(detected=None),
-        "losses are told in time",
+        "losses are reported in time",
     ),
     "a slow cable that loses a session": (
         "slow/middle/prefill",
@@ -147,23 +150,23 @@ MUTANTS: dict[str, tuple[str, Callable[[dict[str, Any]], None], str]] = {
     ),
     "an act after the prefill was over": (
         "kill/head/prefill",
-        lambda unit: unit["strikes"][0].update(committed=SETTING.prompt),
-        "acts strike at their moment",
+        lambda unit: unit["strikes"][0].update(committed=SCENARIO.prompt),
+        "faults strike at their moment",
     ),
     "an act a token late": (
         "kill/head/token n",
-        lambda unit: unit["strikes"][0].update(received=SETTING.late + 1),
-        "acts strike at their moment",
+        lambda unit: unit["strikes"][0].update(received=SCENARIO.late + 1),
+        "faults strike at their moment",
     ),
     "a second act that never came": (
         "stall/middle/twice",
         lambda unit: unit["strikes"].pop(),
-        "acts strike at their moment",
+        "faults strike at their moment",
     ),
     "a second act after the recovery": (
         "stall/middle/twice",
         lambda unit: unit["strikes"][1].update(committed=328),
-        "acts strike at their moment",
+        "faults strike at their moment",
     ),
     "an error": (
         "cut/middle/token 1",
@@ -182,7 +185,7 @@ MUTANTS: dict[str, tuple[str, Callable[[dict[str, Any]], None], str]] = {
     ),
     "an end that nobody looked at": (
         "ring/0",
-        lambda unit: unit.update(remains=msgspec.to_builtins(Remains())),
+        lambda unit: unit.update(remains=msgspec.to_builtins(Leftovers())),
         "nothing is left",
     ),
 }
@@ -200,17 +203,17 @@ def test_a_mutant_is_caught(mutant: str) -> None:
 
 def test_a_text_of_one_token_tells_nothing() -> None:
     units = recorded()
-    units["undisturbed"]["answer"] = [5] * SETTING.answer
-    assert "undisturbed text tells" in failing(units)
+    units["undisturbed"]["answer"] = [5] * SCENARIO.answer
+    assert "answers tell" in failing(units)
 
 
 @pytest.mark.parametrize("share", [0.5, 1.4], ids=["too fast", "too slow"])
 def test_a_slow_cable_must_cost_what_it_adds(share: float) -> None:
     units = recorded()
     for moment in MOMENTS:
-        units[f"slow/tail/{moment}"]["slow"] = [0.005 + share * 2 * SETTING.delay_ms / 1e3] * 6
+        units[f"slow/tail/{moment}"]["slow"] = [0.005 + share * 2 * SCENARIO.delay_ms / 1e3] * 6
     (detail,) = failing(units).values()
-    assert detail.startswith("slow/tail")
+    assert "slow/tail" in detail
     assert "head" not in detail
 
 
@@ -219,10 +222,10 @@ def test_a_ring_with_a_round_trip_too_many_is_caught() -> None:
     for number in range(6):
         units[f"ring/{number}"]["times"]["10"]["delayed"] = [0.012 + 5 * 0.010] * 9
     (detail,) = failing(units).values()
-    assert detail.endswith("10 ms +19.2% (+24.0%)")
+    assert detail == "1 of 5 fail; 10 ms: +19.2% (+24.0%)"
     units = recorded()
     units["ring/3"].update(error="LinkBroken: gone")
-    assert list(failing(units).values()) == ["LinkBroken: gone"]
+    assert list(failing(units).values()) == ["1 of 6 fail; ring/3: LinkBroken: gone"]
     units = {name: unit for name, unit in recorded().items() if not name.startswith("ring/")}
     assert list(failing(units)) == ["a delayed ring takes compute + delays + 5% at most"]
 
@@ -230,12 +233,12 @@ def test_a_ring_with_a_round_trip_too_many_is_caught() -> None:
 def test_figures_are_medians_and_worst() -> None:
     units = recorded()
     units["kill/head/cancel"]["strikes"][0].update(detected=0.050, recovered=2.0)
-    figures = drill.figures(PLAN, units)
-    assert figures["losses"]["kill/head"] == {
+    metrics = drill.metrics(PLAN, units)
+    assert metrics["losses"]["kill/head"] == {
         "detected_ms": {"median": pytest.approx(4.0), "worst": pytest.approx(50.0)},
         "recovered_ms": {"median": pytest.approx(900.0), "worst": pytest.approx(2000.0)},
     }
-    assert figures["slow"]["slow/tail"] == {"added_ms": 40.0, "usual_ms": 5.0, "slow_ms": pytest.approx(45.0)}
+    assert metrics["slow"]["slow/tail"] == {"added_ms": 40.0, "usual_ms": 5.0, "slow_ms": pytest.approx(45.0)}
     (still, *_, last) = points_of([good_round(Delays())], Delays(), 3)
     assert (still.added_ms, last.added_ms, last.count) == (0, 160, 9)
     assert last.over_rested == pytest.approx(0)
@@ -261,21 +264,21 @@ def faked(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Cases and rounds that go well without a process; the names of those that were run."""
     ran: list[str] = []
 
-    async def undisturbed(model: Path, setting: Setting) -> tuple[list[int], list[int]]:
+    async def undisturbed(model: Path, scenario: Scenario) -> dict[str, list[int]]:
         ran.append("undisturbed")
-        return ANSWER, NEXT
+        return {"answer": ANSWER, "next_answer": NEXT}
 
-    async def run_case(case: Case, model: Path, setting: Setting) -> Outcome:
-        ran.append(case.name(setting))
-        return good(case, setting)
+    async def run_case(case: DrillCase, model: Path, scenario: Scenario) -> Outcome:
+        ran.append(case.name(scenario))
+        return good(case, scenario)
 
-    async def run_round(model: Path, setting: Setting, delays: Delays, number: int) -> Round:
+    async def run_round(model: Path, scenario: Scenario, delays: Delays, number: int) -> RingRound:
         ran.append(f"ring/{number}")
-        return good_round(delays, setting)
+        return good_round(delays, scenario)
 
-    monkeypatch.setattr(drill, "undisturbed", undisturbed)
-    monkeypatch.setattr(drill, "run_case", run_case)
-    monkeypatch.setattr(drill, "run_round", run_round)
+    monkeypatch.setattr(drill_command, "undisturbed", undisturbed)
+    monkeypatch.setattr(drill_command, "run_case", run_case)
+    monkeypatch.setattr(drill_command, "run_round", run_round)
     return ran
 
 
@@ -286,15 +289,15 @@ def command(folder: Path, *flags: str) -> int:
 def test_an_interrupted_drill_goes_on_where_it_was(
     faked: list[str], small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run_case = drill.run_case
+    run_case = drill_command.run_case
 
-    async def interrupted(case: Case, model: Path, setting: Setting) -> Outcome:
+    async def interrupted(case: DrillCase, model: Path, scenario: Scenario) -> Outcome:
         if len(faked) == 5:
             raise KeyboardInterrupt
-        return await run_case(case, model, setting)
+        return await run_case(case, model, scenario)
 
     with monkeypatch.context() as patch:
-        patch.setattr(drill, "run_case", interrupted)
+        patch.setattr(drill_command, "run_case", interrupted)
         assert command(tmp_path) == 130
     before = list(faked)
     assert command(tmp_path, "--json") == 0
@@ -304,8 +307,8 @@ def test_an_interrupted_drill_goes_on_where_it_was(
     assert said["passed"]
     assert said["figures"]["cases"] == 12
     for name in ("detection", "recovery", "ring"):
-        assert (tmp_path / "plots" / f"{name}.svg").exists()
-    monkeypatch.setattr(drill_report, "write", lambda *_: None)  # it is written by now
+        assert (tmp_path / "plots" / f"{name}.png").exists()
+    monkeypatch.setattr(benchmark, "write_report", lambda *_: None)  # it is written by now
     assert command(tmp_path) == 0
     assert len(faked) == 14  # nothing is measured twice
     assert command(tmp_path, "--fresh") == 0
@@ -317,10 +320,10 @@ def test_an_interrupted_drill_goes_on_where_it_was(
 def test_a_drill_that_fails_says_so(
     faked: list[str], small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    async def forgets(case: Case, model: Path, setting: Setting) -> Outcome:
-        return msgspec.structs.replace(good(case, setting), reprefilled=[1])
+    async def forgets(case: DrillCase, model: Path, scenario: Scenario) -> Outcome:
+        return msgspec.structs.replace(good(case, scenario), reprefilled=[1])
 
-    monkeypatch.setattr(drill, "run_case", forgets)
+    monkeypatch.setattr(drill_command, "run_case", forgets)
     assert command(tmp_path, "--acts", "cut") == 1
     assert "FAIL  what is lost is re-prefilled whole, and once (3 cases)" in capsys.readouterr().out
     assert "**NOT PASSED**" in (tmp_path / "report.md").read_text()
@@ -351,9 +354,16 @@ async def test_a_case_that_ends_in_an_error_is_an_outcome(small: Path, monkeypat
     def refuse(*args: object) -> None:
         raise LinkBroken("no stage today")
 
-    monkeypatch.setattr(disturbances, "open_stand", refuse)
-    outcome = await disturbances.run_case(PLAN.cases[0], small, SETTING)
+    monkeypatch.setattr(fault_injection, "open_testbed", refuse)
+    outcome = await fault_injection.run_case(PLAN.cases[0], small, SCENARIO)
     assert outcome.error == "LinkBroken: no stage today"
+
+
+async def test_a_case_that_hangs_is_an_outcome(autojump_clock: trio.abc.Clock) -> None:
+    outcome = Outcome()
+    with fault_injection.into_error(outcome, 180.0):
+        await trio.sleep_forever()
+    assert outcome.error == "TooSlowError: not ended after 180 s"
 
 
 async def test_a_program_that_ends_too_early_says_why() -> None:
@@ -369,7 +379,7 @@ async def test_a_cable_delays_connections_to_come() -> None:
     async with trio.open_nursery() as nursery:
         listeners = await nursery.start(trio.serve_tcp, echo, 0)
         address = f"127.0.0.1:{listeners[0].socket.getsockname()[1]}"
-        async with open_cables(Route((StageRef(address, LayerRange(0, 7)),))) as (route, (cable,)):
+        async with open_proxies(Route((StageRef(address, LayerRange(0, 7)),))) as (route, (cable,)):
             cable.delay = 0.010
             assert route.stages[0].address == cable.address != address
             stream = await trio.open_tcp_stream("127.0.0.1", int(cable.address.split(":")[1]))

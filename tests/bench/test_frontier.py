@@ -1,4 +1,4 @@
-"""Speed over context: what its checks catch, what its figures say, that it resumes, what it refuses; and one real run."""
+"""Speed over context: what its checks catch, what its metrics say, that it resumes, what it refuses; and one real run."""
 
 from __future__ import annotations
 
@@ -17,21 +17,34 @@ import pytest
 import trio
 from attrs import evolve
 
-from bench import frontier, frontier_report
-from bench.cli import main
-from bench.frontier_figures import SUBJECTS, At, BesideUpstream, Plan, Run, checks, figures, line, ratio_interval
-from bench.results import Journal, median
-from bench.upstream import LlamaBench
 from dgr import Artifact, ContextParams, Numerics, SamplingParams, ShardEngine
 from dgr.errors import EngineError, InputError, LinkBroken
-from dgr.testing.mutants import Mutant
+from dgr.testing.engines.mutants import Mutant
+from dgr_bench import benchmark
+from dgr_bench.cli import main
+from dgr_bench.frontier import command as frontier
+from dgr_bench.frontier.measurements import FrontierJob, Subject
+from dgr_bench.frontier.metrics import (
+    BASELINE,
+    SUBJECTS,
+    At,
+    BesideUpstream,
+    FrontierPlan,
+    SubjectRun,
+    checks,
+    metrics,
+    ratio_interval,
+)
+from dgr_bench.llama_bench import LlamaBench
+from dgr_bench.quartiles import line_over, median
+from dgr_bench.results import Journal
 
-PLAN = Plan(name="test", lengths=(512, 1024, 2048, 4096), decode=32, chunk=512, split="0:2,2:5,5:7")
+PLAN = FrontierPlan(name="test", lengths=(512, 1024, 2048, 4096), decode=32, chunk=512, split="0:2,2:5,5:7")
 SLOPE = "decode through one stage grows as in the whole model, ± 3%"
 TOKENS = "stages draw the whole model's tokens"
 STATES = "no session lost its state"
 #: What subjects take beyond the whole model, seconds a token.
-EXTRA = {"one": 0.0004, "whole": 0.0, "split": 0.002, "yardstick": 0.0}
+EXTRA = {"one": 0.0004, "whole": 0.0, "split": 0.002, BASELINE: 0.0}
 
 
 def whole_s(context: int) -> float:
@@ -39,13 +52,13 @@ def whole_s(context: int) -> float:
     return 0.008 + 1e-6 * context
 
 
-def good(length: int, plan: Plan = PLAN) -> At:
+def good(length: int, plan: FrontierPlan = PLAN) -> At:
     """A length at which everything went well; the machine's speed wanders, for all subjects alike."""
     weather = random.Random(length)
     day = 1 + weather.random()
     speeds = [day + 0.1 * weather.random() for _ in range(plan.decode)]
     runs = {
-        name: Run(
+        name: SubjectRun(
             tokens=[(7 * at + length) % 100 for at in range(plan.decode + 1)],
             first_token_s=length / 200,
             last_chunk_s=2.0,
@@ -57,13 +70,13 @@ def good(length: int, plan: Plan = PLAN) -> At:
     return At(length=length, runs=runs)
 
 
-def recorded(plan: Plan = PLAN) -> dict[str, Any]:
+def recorded(plan: FrontierPlan = PLAN) -> dict[str, Any]:
     """The units of a run in which everything went well, as a journal gives them."""
     units: dict[str, Any] = msgspec.to_builtins({f"length/{length}": good(length, plan) for length in plan.lengths})
     return units
 
 
-def failing(units: dict[str, Any], plan: Plan = PLAN) -> dict[str, str]:
+def failing(units: dict[str, Any], plan: FrontierPlan = PLAN) -> dict[str, str]:
     """Checks that are not passed, and why."""
     return {check.name: check.detail for check in checks(plan, units) if not check.passed}
 
@@ -126,7 +139,7 @@ def _never_grows(units: dict[str, Any]) -> None:
 MUTANTS: dict[str, tuple[Callable[[dict[str, Any]], None], str, str]] = {
     "a token that is another": (_other_token, TOKENS, "split after 2048 tokens: token 31 is"),
     "an answer that ends early": (_ends_early, TOKENS, "one after 512 tokens: 32 tokens, not 33"),
-    "an answer of one token id": (_says_little, "answers tell", "1 different token ids after 1024 tokens"),
+    "an answer of one token id": (_says_little, "answers tell", "after 1024 tokens: 1 different token ids"),
     "a session that is lost": (_loses_state, STATES, "split at 4096: evicted"),
     "a stage that is a token behind": (_stage_lags, STATES, "[4128, 4127, 4128] tokens committed"),
     "a stage that says nothing": (_stage_is_missing, STATES, "[4128, 4128] tokens committed"),
@@ -159,7 +172,7 @@ def test_a_length_that_was_not_measured_is_told(unit: dict[str, Any] | None) -> 
 
 def test_nothing_measured_passes_nothing() -> None:
     assert len(failing({})) == 5
-    assert figures(PLAN, {})["lengths"] == []
+    assert metrics(PLAN, {})["lengths"] == []
 
 
 def test_native_numerics_may_draw_other_tokens_and_quick_runs_have_any_slope() -> None:
@@ -170,23 +183,23 @@ def test_native_numerics_may_draw_other_tokens_and_quick_runs_have_any_slope() -
     assert failing(units, plan) == {}
 
 
-# --- figures ---------------------------------------------------------------------------------------------------------
+# --- metrics ---------------------------------------------------------------------------------------------------------
 
 
 def test_lines_go_through_medians() -> None:
-    found = line({1000: [0.009, 0.009, 0.5], 3000: [0.011, 0.011, 0.0]})
+    found = line_over({1000: [0.009, 0.009, 0.5], 3000: [0.011, 0.011, 0.0]})
     assert found.slope_ms == pytest.approx(1.0)
     assert found.base_ms == pytest.approx(8.0)
     assert found.at(5000) == pytest.approx(13.0)
-    assert math.isnan(line({1000: [0.009]}).slope_ms)
+    assert math.isnan(line_over({1000: [0.009]}).slope_ms)
 
 
 def test_a_constant_cost_is_no_slope_and_neither_is_the_weather() -> None:
     units = recorded()
-    found = figures(PLAN, units)["decode"]
+    found = metrics(PLAN, units)["decode"]
     assert list(found) == ["whole", "one", "split"]
     assert "slope_ratio" not in found["whole"]
-    usual = median([seconds for unit in units.values() for seconds in unit["runs"]["yardstick"]["token_s"]])
+    usual = median([seconds for unit in units.values() for seconds in unit["runs"][BASELINE]["token_s"]])
     speed = usual / whole_s(64)
     assert found["whole"]["slope_ms_per_1000"] == pytest.approx(speed)
     assert found["whole"]["raw"]["slope_ms_per_1000"] != pytest.approx(speed, rel=0.1)
@@ -198,14 +211,14 @@ def test_a_constant_cost_is_no_slope_and_neither_is_the_weather() -> None:
 
 
 def test_speeds_of_prefill() -> None:
-    (first, *_, last) = figures(PLAN, recorded())["lengths"]
+    (first, *_, last) = metrics(PLAN, recorded())["lengths"]
     assert (first["length"], last["length"]) == (512, 4096)
     assert last["subjects"]["one"]["prefill_tokens_per_s"] == pytest.approx(200)
     assert last["subjects"]["one"]["last_chunk_tokens_per_s"] == pytest.approx(256)
     assert last["subjects"]["whole"]["token_ratio"].median == 1
     plan = msgspec.structs.replace(PLAN, lengths=(512, 700))
     units = msgspec.to_builtins({f"length/{length}": good(length, plan) for length in plan.lengths})
-    assert figures(plan, units)["lengths"][1]["subjects"]["split"]["last_chunk_tokens_per_s"] == pytest.approx(94)
+    assert metrics(plan, units)["lengths"][1]["subjects"]["split"]["last_chunk_tokens_per_s"] == pytest.approx(94)
 
 
 def test_the_interval_widens_with_what_pairs_do_not_share() -> None:
@@ -233,7 +246,7 @@ def test_slopes_beside_upstream() -> None:
     units = recorded() | msgspec.to_builtins(beside)
     assert failing(units, plan) == {}
     assert len(failing(recorded(), plan)) == 1
-    found = figures(plan, units)["upstream"]
+    found = metrics(plan, units)["upstream"]
     assert found["slope_ratio"] == pytest.approx(1)
     assert found["ours"]["base_ms"] == pytest.approx(8.5)
     assert [row["theirs_ms"].count for row in found["lengths"]] == [8] * 4
@@ -254,16 +267,16 @@ def llama_bench(folder: Path, **changes: Any) -> LlamaBench:
 
 
 async def test_llama_bench_decodes_at_a_depth(tmp_path: Path) -> None:
-    assert await frontier.seconds_per_token(llama_bench(tmp_path), 300, 4) == [0.002, 0.001]
+    assert await llama_bench(tmp_path).blocks(300, 4, 8) == [0.002, 0.001]
     assert "-n 4 " in (flags := (tmp_path / "flags").read_text())
-    assert flags.strip().endswith("-d 300 -r 8")
+    assert "-d 300 -r 8 " in flags
 
 
 @pytest.mark.parametrize(
     ("changes", "error", "says"),
     [
-        ({"n_depth": 0}, EngineError, "drew 4 tokens at a depth of 0 on 1 threads, not 4 at 300 on 1"),
-        ({"n_threads": 2}, EngineError, "on 2 threads"),
+        ({"n_depth": 0}, EngineError, "ran with n_depth 0, not 300 as dgr"),
+        ({"n_threads": 2}, EngineError, "ran with n_threads 2, not 1"),
     ],
     ids=["depth", "threads"],
 )
@@ -271,20 +284,20 @@ async def test_llama_bench_that_did_something_else(
     changes: dict[str, Any], error: type[Exception], says: str, tmp_path: Path
 ) -> None:
     with pytest.raises(error, match=says):
-        await frontier.seconds_per_token(llama_bench(tmp_path, **changes), 300, 4)
+        await llama_bench(tmp_path, **changes).blocks(300, 4, 8)
 
 
 async def test_llama_bench_of_another_pin(tmp_path: Path) -> None:
     other = evolve(llama_bench(tmp_path), commit="0123456789")
     with pytest.raises(InputError, match="dgr from 012345678; build one of the same pin"):
-        await frontier.seconds_per_token(other, 300, 4)
+        await other.blocks(300, 4, 8)
 
 
 async def test_llama_bench_that_fails_says_why(tmp_path: Path) -> None:
     theirs = llama_bench(tmp_path)
     theirs.binary.write_text("#!/bin/sh\necho no such model >&2\nexit 3\n")
     with pytest.raises(EngineError, match="ended with exit status 3: no such model"):
-        await frontier.seconds_per_token(theirs, 300, 4)
+        await theirs.blocks(300, 4, 8)
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
@@ -295,17 +308,17 @@ def faked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Lengths that go well without an engine; those that were run."""
     ran: list[int] = []
 
-    async def run_length(job: frontier.Job, subjects: Sequence[frontier.Subject], length: int) -> At:
+    async def run_length(job: FrontierJob, length: int, subjects: Sequence[Subject]) -> At:
         assert [subject.name for subject in subjects] == list(job.plan.subjects)
         ran.append(length)
         return good(length, job.plan)
 
     @asynccontextmanager
-    async def open_subject(job: frontier.Job, name: str) -> AsyncIterator[SimpleNamespace]:
-        yield SimpleNamespace(name=name)
+    async def open_subjects(job: FrontierJob) -> AsyncIterator[list[SimpleNamespace]]:
+        yield [SimpleNamespace(name=name) for name in job.plan.subjects]
 
     monkeypatch.setattr(frontier, "run_length", run_length)
-    monkeypatch.setattr(frontier, "open_subject", open_subject)
+    monkeypatch.setattr(frontier, "open_subjects", open_subjects)
     return ran
 
 
@@ -320,12 +333,12 @@ def test_an_interrupted_run_goes_on_where_it_was(
 ) -> None:
     run_length = frontier.run_length
 
-    async def disturbed(job: frontier.Job, subjects: Sequence[frontier.Subject], length: int) -> At:
+    async def disturbed(job: FrontierJob, length: int, subjects: Sequence[Subject]) -> At:
         if length == 96:
             raise LinkBroken("gone")
         if length == 128:
             raise KeyboardInterrupt
-        return await run_length(job, subjects, length)
+        return await run_length(job, length, subjects)
 
     with monkeypatch.context() as patch:
         patch.setattr(frontier, "run_length", disturbed)
@@ -337,9 +350,9 @@ def test_an_interrupted_run_goes_on_where_it_was(
     assert said["passed"]
     assert [row["length"] for row in said["figures"]["lengths"]] == [64, 96, 128]
     for name in ("prefill", "decode"):
-        assert (tmp_path / "plots" / f"{name}.svg").exists()
-    monkeypatch.setattr(frontier_report, "write", lambda *_: None)  # it is written by now
-    monkeypatch.setattr(frontier, "open_subject", None)  # nothing is loaded for what is measured
+        assert (tmp_path / "plots" / f"{name}.png").exists()
+    monkeypatch.setattr(benchmark, "write_report", lambda *_: None)  # it is written by now
+    monkeypatch.setattr(frontier, "open_subjects", pytest.fail)  # nothing is loaded for what is measured
     assert command(small, tmp_path) == 0
     assert command(small, tmp_path, "--decode", "64") == 2
     assert "another plan digest" in capsys.readouterr().err
@@ -348,7 +361,7 @@ def test_an_interrupted_run_goes_on_where_it_was(
 def test_one_stage_is_not_measured_twice(
     faked: list[int], small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(frontier_report, "write", lambda *_: None)
+    monkeypatch.setattr(benchmark, "write_report", lambda *_: None)
     assert command(small, tmp_path, "--split", "0:7") == 0
     result = json.loads((tmp_path / "result.json").read_text())
     assert result["plan"]["subjects"] == ["one", "whole", "yardstick"]
@@ -366,7 +379,7 @@ def test_one_stage_is_not_measured_twice(
         (("--decode", "7"), "--decode is 7; give 8 to 1048576 tokens"),
         (("--chunk", "0"), "--chunk is 0; give 32 to 65536 tokens"),
         (("--split", "0:3"), "the split ends at layer 3, but the model has 7; end with 3:7"),
-        (("--upstream", "--llama-bench", "nowhere"), "--llama-bench nowhere is no program"),
+        (("--upstream", "--llama-bench", "nowhere"), "--llama-bench nowhere is not a program"),
     ],
     ids=lambda value: "=".join(value[-2:]) if isinstance(value, tuple) else "",
 )
@@ -399,13 +412,17 @@ def _on_the_tail(_: int, engine: ShardEngine) -> ShardEngine:
     return OtherDraw(engine) if engine.describe().is_tail else engine
 
 
+def measured(job: FrontierJob, folder: Path, *, fresh: bool = False) -> dict[str, Any]:
+    with Journal.open(folder, "frontier", job.plan, {}, "", fresh=fresh) as journal:
+        return trio.run(benchmark.run, frontier.Frontier(job), journal).units
+
+
 def test_a_real_run_and_a_real_mistake(model: Callable[..., Path], tmp_path: Path) -> None:
     plan = msgspec.structs.replace(PLAN, lengths=(33, 40), decode=8, chunk=32, goal=None)
-    job = frontier.Job(plan, Artifact.open(model("mixed", layers=7)))
-    journal = Journal.open(tmp_path, "frontier", msgspec.to_builtins(plan), {}, "")
-    trio.run(frontier.frontier, job, journal)
-    assert failing(journal.result.units, plan) == {}
-    runs = msgspec.convert(journal.result.units["length/40"], At).runs
+    job = FrontierJob(plan, Artifact.open(model("mixed", layers=7)))
+    units = measured(job, tmp_path)
+    assert failing(units, plan) == {}
+    runs = msgspec.convert(units["length/40"], At).runs
     assert list(runs) == list(SUBJECTS)
     for run in runs.values():
         assert 0 < run.last_chunk_s < run.first_token_s
@@ -413,8 +430,7 @@ def test_a_real_run_and_a_real_mistake(model: Callable[..., Path], tmp_path: Pat
         assert min(run.token_s) > 0
     assert runs["split"].positions == [48, 48, 48]
     wrong = evolve(job, wraps={"split": _on_the_tail})
-    journal = Journal.open(tmp_path, "frontier", msgspec.to_builtins(plan), {}, "", fresh=True)
-    trio.run(frontier.frontier, wrong, journal)
-    found = failing(journal.result.units, plan)
+    units = measured(wrong, tmp_path, fresh=True)
+    found = failing(units, plan)
     assert list(found) == [TOKENS]
     assert "1 of 4 fail; split after 40 tokens: token 4 is" in found[TOKENS]

@@ -7,9 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from bench.profiles import PROFILES, Chunking, profile_of
 from dgr.errors import InputError
 from dgr.model.state_map import ContextShape
+from dgr_bench.certify.profiles import PROFILES, Chunking, profile_of
 
 #: Certificates name these. Whoever changes a profile gives it another name.
 DIGESTS = {
@@ -60,13 +60,13 @@ def test_a_profile_from_a_file(tmp_path: Path):
         ({"lengths": (9, 2), "rerun": ()}, "must ascend"),
         ({"lengths": (2, 9), "rerun": (3,)}, "not run"),
         ({"name": "quick", "decode": 7}, "name of its own"),
-        ({"lengths": (0, 9), "rerun": ()}, "no profile"),
-        ({"decode": 1}, "no profile"),
+        ({"lengths": (0, 9), "rerun": ()}, "not a profile"),
+        ({"decode": 1}, "not a profile"),
         ({"chunk": 129}, "more than n_batch, 128"),
         ({"chunkings": (Chunking(chunk=200, up_to=5),)}, "more than n_batch, 128"),
         ({"cancel_chunk": 129}, "more than n_batch, 128"),
-        ({"threads": (1,)}, "no profile"),
-        ({"seed": -1}, "no profile"),
+        ({"threads": (1,)}, "not a profile"),
+        ({"seed": -1}, "not a profile"),
     ],
 )
 def test_a_file_that_is_no_profile(tmp_path: Path, changes: dict, words: str):

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-import bench
+import dgr_bench
 
-FILES = sorted(Path(bench.__file__).parent.glob("*.py"))
+FILES = sorted(Path(dgr_bench.__file__).parent.rglob("*.py"))
 
 
 def private_names(source: str) -> list[str]:
@@ -33,7 +33,7 @@ def private_names(source: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}.{path.stem}")
 def test_only_public_names(path: Path):
     assert private_names(path.read_text(encoding="utf-8")) == []
 

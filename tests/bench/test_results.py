@@ -2,20 +2,33 @@
 
 from __future__ import annotations
 
+import lzma
+import subprocess
+import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from bench.results import SCHEMA, Check, Journal, Result, digest_of, median, read_result
 from dgr.errors import InputError
+from dgr_bench.quartiles import median
+from dgr_bench.results import SCHEMA, Journal, Result, digest_of, read_result
+from dgr_bench.verdicts import Check
 
 PLAN = {"name": "test", "lengths": [1, 2]}
 SUBJECT = {"artifact": "a" * 32}
 
 
-def begin(folder: Path, plan: dict | None = None, *, subject: dict | None = None, kind="certify", fresh: bool = False):
+def begin(
+    folder: Path, plan: dict | None = None, *, subject: dict | None = None, kind="certify", fresh: bool = False
+) -> AbstractContextManager[Journal]:
     return Journal.open(folder, kind, plan or PLAN, subject or SUBJECT, "dgr-bench test", fresh=fresh)
+
+
+def record(folder: Path) -> None:
+    with begin(folder) as journal:
+        journal.put("unit/1", {"seconds": 0.25})
 
 
 def check(passed: bool) -> Check:
@@ -23,7 +36,7 @@ def check(passed: bool) -> Check:
 
 
 def test_what_is_put_is_on_disk_at_once(tmp_path: Path):
-    begin(tmp_path).put("unit/1", {"seconds": 0.25})
+    record(tmp_path)
     found = read_result(tmp_path)
     assert found.units == {"unit/1": {"seconds": 0.25}}
     assert not found.complete
@@ -31,12 +44,11 @@ def test_what_is_put_is_on_disk_at_once(tmp_path: Path):
 
 
 def test_an_interrupted_run_goes_on(tmp_path: Path):
-    begin(tmp_path).put("unit/1", {"seconds": 0.25})
-    again = begin(tmp_path)
-    assert again.get("unit/1") == {"seconds": 0.25}
-    assert again.get("unit/2") is None
-    again.put("unit/2", {"seconds": 0.5})
-    result = again.finish({"median_s": 0.375}, [check(True)])
+    record(tmp_path)
+    with begin(tmp_path) as again:
+        assert again.units == {"unit/1": {"seconds": 0.25}}
+        again.put("unit/2", {"seconds": 0.5})
+        result = again.finish({"median_s": 0.375}, [check(True)])
     assert result.passed
     found = read_result(tmp_path)
     assert (found.complete, len(found.commands), len(found.loads)) == (True, 2, 3)
@@ -51,26 +63,27 @@ def test_an_interrupted_run_goes_on(tmp_path: Path):
     ],
 )
 def test_another_run_is_not_resumed_unless_told_to(tmp_path: Path, change: dict, words: str):
-    begin(tmp_path).put("unit/1", {"seconds": 0.25})
-    with pytest.raises(InputError, match=f"another {words}.*--fresh"):
-        begin(tmp_path, **change)
-    assert begin(tmp_path, **change, fresh=True).get("unit/1") is None
+    record(tmp_path)
+    with pytest.raises(InputError, match=f"another {words}.*--fresh"), begin(tmp_path, **change):
+        pass
+    with begin(tmp_path, **change, fresh=True) as journal:
+        assert journal.units == {}
 
 
 def test_a_failed_check_is_no_pass_and_neither_is_an_unfinished_run(tmp_path: Path):
-    journal = begin(tmp_path)
-    assert not journal.finish({}, [check(True), check(False)]).passed
-    assert journal.finish({}, [check(True)]).passed
-    journal.put("unit/3", {})
+    with begin(tmp_path) as journal:
+        assert not journal.finish({}, [check(True), check(False)]).passed
+        assert journal.finish({}, [check(True)]).passed
+        journal.put("unit/3", {})
     assert not read_result(tmp_path).passed
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("", "no result"),
-        ("{}", "no result"),
-        ('{"schema": 1}', "no result"),
+        ("", "not a result"),
+        ("{}", "not a result"),
+        ('{"schema": 1}', "not a result"),
     ],
 )
 def test_a_file_that_is_no_result(tmp_path: Path, text: str, words: str):
@@ -92,13 +105,13 @@ def _changed(folder: Path, **fields: object) -> Path:
 
 
 def test_a_result_of_another_schema(tmp_path: Path):
-    begin(tmp_path).put("unit/1", {})
+    record(tmp_path)
     with pytest.raises(InputError, match=f"dgr-bench/99.*{SCHEMA}"):
         read_result(_changed(tmp_path, schema="dgr-bench/99"))
 
 
 def test_a_plan_that_was_changed_afterwards(tmp_path: Path):
-    begin(tmp_path).put("unit/1", {})
+    record(tmp_path)
     with pytest.raises(InputError, match="the plan has digest"):
         read_result(_changed(tmp_path, plan={**PLAN, "lengths": [1]}))
 
@@ -106,6 +119,76 @@ def test_a_plan_that_was_changed_afterwards(tmp_path: Path):
 def test_a_digest_does_not_depend_on_the_order_of_keys():
     assert digest_of({"a": 1, "b": [2, 3]}) == digest_of({"b": [2, 3], "a": 1})
     assert digest_of({"a": 1}) != digest_of({"a": 2})
+
+
+def test_two_runs_do_not_share_a_folder(tmp_path: Path):
+    with begin(tmp_path) as first:
+        first.put("unit/1", {"seconds": 0.25})
+        for fresh in (False, True):
+            words = f"another run of dgr-bench writes to {tmp_path}; wait for it, or give another --out"
+            with pytest.raises(InputError, match=words), begin(tmp_path, fresh=fresh):
+                pass
+        first.put("unit/2", {"seconds": 0.5})
+    with begin(tmp_path) as again:
+        assert set(again.units) == {"unit/1", "unit/2"}
+
+
+_HOLDER = """
+import sys
+from dgr_bench.results import Journal
+with Journal.open(sys.argv[1], "certify", {"name": "test"}, {}, "") as journal:
+    print("holds", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("end", ["goes well", "is killed"])
+def test_another_process_holds_its_folder_until_it_ends(tmp_path: Path, end: str):
+    command = [sys.executable, "-P", "-c", _HOLDER, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout.readline() == b"holds\n"
+        with pytest.raises(InputError, match="another run of dgr-bench"), begin(tmp_path):
+            pass
+        if end == "is killed":
+            holder.kill()
+    with begin(tmp_path, fresh=True) as journal:
+        assert journal.units == {}
+
+
+def test_a_folder_that_cannot_be_is_told(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    words = r"cannot write to the folder .*file/out: .*give another --out"
+    with pytest.raises(InputError, match=words), begin(tmp_path / "file" / "out"):
+        pass
+
+
+def test_a_refused_run_lets_go_of_the_folder(tmp_path: Path):
+    record(tmp_path)
+    with pytest.raises(InputError, match="another kind"), begin(tmp_path, kind="drill"):
+        pass
+    with begin(tmp_path) as journal:
+        assert set(journal.units) == {"unit/1"}
+
+
+def test_a_result_is_compact_and_may_be_packed(tmp_path: Path):
+    record(tmp_path)
+    before, text = read_result(tmp_path), (tmp_path / "result.json").read_bytes()
+    assert text.count(b"\n") == 1
+    assert b": " not in text.replace(b"dgr-bench test", b"").split(b'"commands"')[0].split(b'"environment"')[0]
+    (tmp_path / "result.json.xz").write_bytes(lzma.compress(text))
+    (tmp_path / "result.json").unlink()
+    assert read_result(tmp_path) == read_result(tmp_path / "result.json.xz") == before
+    (tmp_path / "result.json.xz").write_bytes(b"no archive")
+    with pytest.raises(InputError, match="not a result"):
+        read_result(tmp_path)
+
+
+def test_a_result_of_the_schema_before_goes_on_in_this_one(tmp_path: Path):
+    record(tmp_path)
+    _changed(tmp_path, schema="dgr-bench/1")
+    assert read_result(tmp_path).schema == "dgr-bench/1"
+    with begin(tmp_path) as journal:
+        assert journal.finish({}, [check(True)]).schema == SCHEMA
 
 
 def test_medians():

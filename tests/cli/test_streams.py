@@ -19,9 +19,9 @@ import pytest
 from commands import CONTEXT, Result
 from forks import Ended, begin, ended, forked, pipe
 
-import bench.cli
 import dgr.cli.selftest
 import dgr.cli.stage
+import dgr_bench.cli
 from dgr.cli import progress, streams
 from dgr.cli.exit_codes import exit_code
 from dgr.cli.main import _parser, main
@@ -108,7 +108,7 @@ def test_a_closed_stream_changes_no_exit_code(name: str, closed: tuple[int, ...]
 def test_the_benchmark_has_the_same_streams(
     argv: list[object], code: int, closed: tuple[int, ...], tmp_path: Path
 ) -> None:
-    result = forked(argv, out=tmp_path, closed=closed, encoding="ascii", entry=bench.cli.main)
+    result = forked(argv, out=tmp_path, closed=closed, encoding="ascii", entry=dgr_bench.cli.main)
     assert result.code == code
     assert (result.out != b"") is (code == 0 and 1 not in closed)
     assert (result.err != b"") is (code == 2 and 2 not in closed)

@@ -54,7 +54,7 @@ WORK = {
     "slice": (Artifact, "manifest"),
     "manifest": (Artifact, "read_manifest"),
     "plan": (dgr.cli.plan, "estimate_memory"),
-    "fixture": (dgr.cli.fixture, "write_from_arguments"),
+    "fixture": (dgr.cli.fixture, "write_fixture"),
 }
 STREAMS = [name for name, writer in WRITERS.items() if writer.streams]
 

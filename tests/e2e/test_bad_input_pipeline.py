@@ -20,7 +20,7 @@ from dgr.errors import (
     UnsupportedModel,
 )
 from dgr.runtime.states import ClientState
-from dgr.testing.mutants import BadResidual, Mutant
+from dgr.testing.engines.mutants import BadResidual, Mutant
 
 CONTEXT = ContextParams(n_ctx=256, n_batch=128, n_ubatch=128, n_seq_max=3)
 SPLIT = "0:2,2:4,4:7"

@@ -17,7 +17,7 @@ from attrs import evolve, frozen
 
 import dgr.runtime.local
 from dgr.engine.base import ContextParams
-from dgr.testing.mutants import Mutant
+from dgr.testing.engines.mutants import Mutant
 from dgr.wire import frames
 
 CONTEXT = ContextParams(n_ctx=512, n_batch=128, n_ubatch=128)

@@ -8,8 +8,8 @@ from attrs import evolve
 
 import dgr
 from dgr.engine.base import ContextParams, SamplingParams
-from dgr.testing.llama_chain import open_chain
-from dgr.testing.mutants import Mutant, StaleRow, SwappedSideband
+from dgr.selftest.llama_chain import open_chain
+from dgr.testing.engines.mutants import Mutant, StaleRow, SwappedSideband
 
 CONTEXT = ContextParams(n_ctx=1024, n_seq_max=4)
 SPLIT = "0:15,15:29,29:43"

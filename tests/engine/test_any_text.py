@@ -21,9 +21,10 @@ import pytest
 
 from dgr.engine.vocab import LlamaVocabulary
 from dgr.errors import EngineError, InputError, InvalidToken
-from dgr.testing.fixture import write_fixture
-from dgr.testing.fixture_edit import edit_gguf, strings
-from dgr.testing.fixture_vocab import MIN_VOCAB, SPECIALS, build_vocabulary, byte_symbols
+from dgr.selftest.fixture.edit import edit_gguf
+from dgr.selftest.fixture.metadata import strings
+from dgr.selftest.fixture.vocabulary import MIN_VOCAB, SPECIALS, build_vocabulary, byte_symbols
+from dgr.selftest.fixture.writer import write_fixture
 from dgr.testing.probe import split_text
 
 #: V4's pre-tokenizer, as ``src/llama-vocab.cpp`` spells it.

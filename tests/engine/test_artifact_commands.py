@@ -21,7 +21,7 @@ from dgr.engine.llama import ADAPTER
 from dgr.engine.native import build_info, kernel_fingerprint
 from dgr.model.artifact import Artifact
 from dgr.model.manifest import decode_manifest
-from dgr.testing.fixture import write_fixture
+from dgr.selftest.fixture import write_fixture
 from dgr.wire.frames import SCHEMA_HASH
 
 Capture = pytest.CaptureFixture[str]

@@ -24,7 +24,7 @@ from dgr.errors import (
     UnsupportedModel,
 )
 from dgr.model.route import LayerRange
-from dgr.testing.chain import some_tokens
+from dgr.selftest.chain import some_tokens
 from dgr.testing.probe import ProbedEngine
 
 CONTEXT = ContextParams(n_ctx=256, n_batch=128, n_ubatch=128, n_seq_max=3)

@@ -10,7 +10,7 @@ from attrs import evolve
 from dgr.engine.base import ContextParams, Numerics, ShardEngine
 from dgr.engine.llama import LlamaEngine
 from dgr.model.route import LayerRange
-from dgr.testing.contract import EngineContract
+from dgr.testing.engines.contract import EngineContract
 
 
 class TestExact(EngineContract):

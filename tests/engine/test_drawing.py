@@ -9,8 +9,8 @@ import pytest
 
 from dgr.engine.base import ContextParams, LogitsWanted, SamplingParams, Work
 from dgr.engine.llama import LlamaEngine
-from dgr.testing.chain import some_tokens
-from dgr.testing.models import cached_fixture
+from dgr.selftest.chain import some_tokens
+from dgr.selftest.fixture import cached_fixture
 
 
 class Watched(Sequence[int]):

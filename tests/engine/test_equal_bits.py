@@ -18,10 +18,10 @@ from dgr.engine.base import ContextParams, Numerics, SamplingParams
 from dgr.engine.llama import LlamaEngine
 from dgr.engine.native import kernel_fingerprint
 from dgr.model.route import LayerRange
-from dgr.testing.chain import Chain, cut_at
-from dgr.testing.invariance import beside_others, difference
-from dgr.testing.llama_chain import open_chain
-from dgr.testing.mutants import Mutant, OffByOne, StaleChunk, StaleRow, SwappedSideband
+from dgr.selftest.chain import Chain, cut_at
+from dgr.selftest.invariance import beside_others, difference
+from dgr.selftest.llama_chain import open_chain
+from dgr.testing.engines.mutants import Mutant, OffByOne, StaleChunk, StaleRow, SwappedSideband
 from dgr.testing.probe import ProbedEngine
 
 PROMPT, DECODED = 700, 64

@@ -15,7 +15,7 @@ from attrs import evolve
 
 from dgr.engine.base import ContextParams, LogitsWanted, Work
 from dgr.errors import InputError
-from dgr.testing.chain import Chain
+from dgr.selftest.chain import Chain
 from dgr.testing.probe import ProbedEngine
 
 SLOTS = 4

@@ -14,8 +14,8 @@ from dgr.model.artifact import Artifact
 from dgr.model.route import LayerRange
 from dgr.model.state_map import Component, ContextShape, state_map
 from dgr.model.v4 import V4_FLASH
-from dgr.testing.chain import cut_at
-from dgr.testing.fixture import write_fixture
+from dgr.selftest.chain import cut_at
+from dgr.selftest.fixture import write_fixture
 
 CONTEXTS = (
     ContextParams(n_ctx=256),

@@ -18,11 +18,11 @@ from dgr.engine.base import Numerics
 from dgr.engine.native import kernel_fingerprint
 from dgr.engine.numerics import Certificate, load_certificate, record_certificate
 from dgr.errors import InputError, NonFinite
-from dgr.testing import invariance
-from dgr.testing.chain import Chain
-from dgr.testing.invariance import Case, Report, Verdict, certificate, run_suite, select
+from dgr.selftest import invariance
+from dgr.selftest.chain import Chain
+from dgr.selftest.fixture import cached_fixture
+from dgr.selftest.invariance import Case, Report, Verdict, certificate, run_suite, select
 from dgr.testing.limits import limited_files
-from dgr.testing.models import cached_fixture
 
 ONE = Verdict(Case("weights", "f32"), (), (), 0.1)
 

@@ -14,7 +14,7 @@ from dgr.model.artifact import Artifact
 from dgr.model.route import LayerRange
 from dgr.model.route_file import format_route_file, read_route_file
 from dgr.model.slicing import write_slice
-from dgr.testing.fixture import write_fixture
+from dgr.selftest.fixture import write_fixture
 
 Capture = pytest.CaptureFixture[str]
 

@@ -17,8 +17,8 @@ from dgr.engine.base import ContextParams
 from dgr.model.artifact import Artifact
 from dgr.model.state_map import Component, ExpectedComponent, expected_frontier
 from dgr.model.v4 import CSA_RATIO, HCA_RATIO
-from dgr.testing.chain import Chain
-from dgr.testing.llama_chain import open_chain
+from dgr.selftest.chain import Chain
+from dgr.selftest.llama_chain import open_chain
 from dgr.testing.probe import ProbedEngine
 
 POSITIONS = (1, 3, 4, 5, 7, 8, 9, 127, 128, 129, 255, 256, 257, 511, 512, 513)

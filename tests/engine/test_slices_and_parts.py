@@ -22,9 +22,9 @@ from dgr.model.manifest import encode_manifest
 from dgr.model.parts import part_name
 from dgr.model.route import LayerRange, parse_split
 from dgr.model.slicing import write_slice
-from dgr.testing.chain import pieces
-from dgr.testing.fixture_edit import write_in_parts
-from dgr.testing.llama_chain import open_chain
+from dgr.selftest.chain import pieces
+from dgr.selftest.fixture.edit import write_in_parts
+from dgr.selftest.llama_chain import open_chain
 
 CONTEXT = ContextParams(n_ctx=512)
 SPLIT = "0:15,15:29,29:43"

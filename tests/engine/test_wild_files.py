@@ -17,9 +17,9 @@ from dgr.model.ggml import GgmlType
 from dgr.model.gguf import MetaArray, MetaValue, ValueType, read_gguf
 from dgr.model.gguf_write import TensorForm, u32
 from dgr.model.route import LayerRange
-from dgr.testing.chain import cut_at
-from dgr.testing.fixture_edit import edit_gguf
-from dgr.testing.llama_chain import open_chain
+from dgr.selftest.chain import cut_at
+from dgr.selftest.fixture import edit_gguf
+from dgr.selftest.llama_chain import open_chain
 
 CONTEXT = ContextParams(n_ctx=512)
 N_LAYERS = 7

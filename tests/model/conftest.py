@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dgr.model.gguf import ValueType
-from dgr.testing.fixture import write_fixture
+from dgr.selftest.fixture import write_fixture
 
 Pair = tuple[str, ValueType, bytes]
 Tensor = tuple[str, Sequence[int], int, int]

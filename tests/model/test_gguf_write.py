@@ -11,7 +11,7 @@ from dgr.errors import InputError
 from dgr.model.ggml import GgmlType
 from dgr.model.gguf import ALIGNMENT_KEY, MetaArray, MetaValue, ValueType, read_gguf
 from dgr.model.gguf_write import TensorForm, lay_out, u16, u32
-from dgr.testing.fixture_edit import edit_gguf
+from dgr.selftest.fixture import edit_gguf
 
 
 def write(path: Path, metadata: dict[str, MetaValue], tensors: list[TensorForm]) -> None:

@@ -25,8 +25,7 @@ from dgr.model.gguf_write import TensorForm, u32
 from dgr.model.manifest import Manifest, decode_manifest, encode_manifest, make_manifest, metadata_digest
 from dgr.model.route import LayerRange
 from dgr.model.shares import manifest_path
-from dgr.testing.fixture import write_fixture
-from dgr.testing.fixture_edit import edit_gguf
+from dgr.selftest.fixture import edit_gguf, write_fixture
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ from dgr.errors import ArtifactError, UnsupportedModel
 from dgr.model.gguf import GgufFile, MetaArray, MetaValue, ValueType, read_gguf
 from dgr.model.metadata import from_metadata
 from dgr.model.v4 import V4_FLASH, HyperParameters
-from dgr.testing.fixture import write_fixture
-from dgr.testing.fixture_presets import PRESETS
+from dgr.selftest.fixture import write_fixture
+from dgr.selftest.fixture.presets import PRESETS
 
 
 def u32(value: int) -> MetaValue:

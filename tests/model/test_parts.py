@@ -15,8 +15,7 @@ from dgr.model.gguf_write import u16, u32
 from dgr.model.parts import part_name, read_parts
 from dgr.model.route import LayerRange
 from dgr.model.shares import manifest_path
-from dgr.testing.fixture import write_fixture
-from dgr.testing.fixture_edit import edit_gguf
+from dgr.selftest.fixture import edit_gguf, write_fixture
 
 Parts = Callable[[int], Path]
 

@@ -12,8 +12,8 @@ from dgr.model.artifact import Artifact
 from dgr.model.plan import Costs, Plan, check_fits, costs_of, propose, refine
 from dgr.model.route import LayerRange, check_cover
 from dgr.model.state_map import ContextShape, state_map
-from dgr.testing.chain import cut_at
-from dgr.testing.fixture import write_fixture
+from dgr.selftest.chain import cut_at
+from dgr.selftest.fixture import write_fixture
 
 GIB = 1 << 30
 

@@ -18,8 +18,7 @@ from dgr.model.manifest import encode_manifest
 from dgr.model.route import LayerRange
 from dgr.model.shares import LAYER_BEGIN, LAYER_END, MANIFEST_KEY, PARENT_KEY
 from dgr.model.slicing import write_slice
-from dgr.testing.fixture import write_fixture
-from dgr.testing.fixture_edit import edit_gguf
+from dgr.selftest.fixture import edit_gguf, write_fixture
 
 RANGES = [LayerRange(0, 2), LayerRange(2, 3), LayerRange(3, 4), LayerRange(0, 4)]
 

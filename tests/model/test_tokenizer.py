@@ -11,7 +11,7 @@ import pytest
 from dgr.errors import UnsupportedModel
 from dgr.model.gguf import GgufFile, MetaArray, MetaValue, ValueType, read_gguf
 from dgr.model.metadata import from_metadata
-from dgr.testing.fixture_edit import strings
+from dgr.selftest.fixture.metadata import strings
 
 N_VOCAB = 320
 

@@ -10,14 +10,14 @@ import pytest
 from dgr.errors import InputError, MtpNotExecutable
 from dgr.model.machines import InvalidTransition
 from dgr.model.mtp import CONTRACT
-from dgr.model.mtp_messages import Proposal, Reason, Rollback, RolledBack, Work
-from dgr.model.mtp_reference import ReferenceDrafter, ReferenceLayer
-from dgr.model.mtp_rollback import CompressorRing, RollbackLedger
-from dgr.model.mtp_route import ClientState, ReferenceRoute
-from dgr.model.mtp_shard import Answer, ReferenceShard, Taken
-from dgr.model.mtp_states import TrunkState
-from dgr.testing.fixture import write_fixture
-from dgr.testing.mtp_gate import CHECKS, ExamFailed, LlamaExecutor, ReferenceExecutor
+from dgr.selftest.fixture import write_fixture
+from dgr.testing.mtp_contract.gate import CHECKS, ExamFailed, LlamaExecutor, ReferenceExecutor
+from dgr.testing.mtp_contract.messages import Proposal, Reason, Rollback, RolledBack, Work
+from dgr.testing.mtp_contract.reference import ReferenceDrafter, ReferenceLayer
+from dgr.testing.mtp_contract.rollback import CompressorRing, RollbackLedger
+from dgr.testing.mtp_contract.route import ClientState, ReferenceRoute
+from dgr.testing.mtp_contract.shard import Answer, ReferenceShard, Taken
+from dgr.testing.mtp_contract.states import TrunkState
 
 pytestmark = pytest.mark.mtp_gate
 

@@ -12,7 +12,9 @@ import pytest
 from other_implementation import Stage
 
 from dgr.model.mtp import CONTRACT
-from dgr.model.mtp_messages import (
+from dgr.testing.mtp_contract.episodes import BORDERS, EPISODES
+from dgr.testing.mtp_contract.golden import sample_messages, write_golden
+from dgr.testing.mtp_contract.messages import (
     HEADER_BYTES,
     ID_BYTES,
     DraftInput,
@@ -25,11 +27,9 @@ from dgr.model.mtp_messages import (
     decode_message,
     encode_message,
 )
-from dgr.model.mtp_reference import Language
-from dgr.model.mtp_rollback import RollbackShape
-from dgr.model.mtp_shard import ReferenceShard
-from dgr.testing.mtp_episodes import BORDERS, EPISODES
-from dgr.testing.mtp_golden import sample_messages, write_golden
+from dgr.testing.mtp_contract.reference import Language
+from dgr.testing.mtp_contract.rollback import RollbackShape
+from dgr.testing.mtp_contract.shard import ReferenceShard
 
 GOLDEN = Path(__file__).with_name("golden")
 MESSAGES = json.loads((GOLDEN / "messages.json").read_text(encoding="utf-8"))
@@ -50,7 +50,7 @@ def test_the_files_are_written_the_same_every_time(tmp_path: Path) -> None:
     assert {path.relative_to(tmp_path) for path in written} == kept
     for path in written:
         name = path.relative_to(tmp_path)
-        again = "run: python -m dgr.testing.mtp_golden tests/mtp/golden"
+        again = "run: python -m dgr.testing.mtp_contract.golden tests/mtp/golden"
         assert path.read_bytes() == (GOLDEN / name).read_bytes(), f"{name} differs; {again}"
 
 

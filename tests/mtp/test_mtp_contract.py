@@ -15,9 +15,14 @@ import msgspec
 import pytest
 
 from dgr.errors import InputError
-from dgr.model import mtp_messages
 from dgr.model.mtp import CAPABILITY, CONTRACT, DOCUMENT, RESERVED
-from dgr.model.mtp_messages import (
+from dgr.model.route import LayerRange
+from dgr.model.state_map import ContextShape, state_map
+from dgr.model.tensors import block_tensors, range_tensors
+from dgr.model.v4 import V4_FLASH
+from dgr.testing.mtp_contract import messages as mtp_messages
+from dgr.testing.mtp_contract.golden import sample_messages
+from dgr.testing.mtp_contract.messages import (
     HEADER_BYTES,
     ID_BYTES,
     TAGS,
@@ -29,7 +34,7 @@ from dgr.model.mtp_messages import (
     Work,
     encode_message,
 )
-from dgr.model.mtp_ownership import (
+from dgr.testing.mtp_contract.ownership import (
     CROSSINGS,
     DUTIES,
     STATE,
@@ -40,11 +45,6 @@ from dgr.model.mtp_ownership import (
     plane_bytes,
     with_mtp,
 )
-from dgr.model.route import LayerRange
-from dgr.model.state_map import ContextShape, state_map
-from dgr.model.tensors import block_tensors, range_tensors
-from dgr.model.v4 import V4_FLASH
-from dgr.testing.mtp_golden import sample_messages
 from dgr.wire import frames, values
 
 REPOSITORY = Path(__file__).parents[2]

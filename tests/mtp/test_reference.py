@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from dgr.errors import InputError
 from dgr.model.machines import InvalidTransition
-from dgr.model.mtp_messages import (
+from dgr.model.route import LayerRange
+from dgr.testing.mtp_contract.messages import (
     HEADER_BYTES,
     ID_BYTES,
     TO_PIPELINE,
@@ -20,11 +21,10 @@ from dgr.model.mtp_messages import (
     Work,
     encode_message,
 )
-from dgr.model.mtp_reference import ReferenceTrunk, StageView
-from dgr.model.mtp_rollback import CompressorRing, RollbackLedger, RollbackShape, rollback_exact
-from dgr.model.mtp_route import ReferenceRoute
-from dgr.model.mtp_states import MACHINES, RoundState, TrunkState
-from dgr.model.route import LayerRange
+from dgr.testing.mtp_contract.reference import ReferenceTrunk, StageView
+from dgr.testing.mtp_contract.rollback import CompressorRing, RollbackLedger, RollbackShape, rollback_exact
+from dgr.testing.mtp_contract.route import ReferenceRoute
+from dgr.testing.mtp_contract.states import MACHINES, RoundState, TrunkState
 
 TOKENS = [3 + (at * at + 7 * at) % 500 for at in range(600)]
 

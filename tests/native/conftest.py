@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from dgr.testing.fixture import write_fixture
+from dgr.selftest.fixture import write_fixture
 
 ROOT = Path(__file__).resolve().parents[2]
 CFFI_BUILD = ROOT / "cffi_build"

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dgr.engine._native import ffi, lib
-from dgr.testing.fixture import write_fixture
+from dgr.selftest.fixture import write_fixture
 
 CFFI_BUILD = Path(__file__).resolve().parents[2] / "cffi_build"
 N_VOCAB, CHUNK, N_CTX, N_UBATCH = 512, 96, 1024, 128

@@ -1,4 +1,4 @@
-"""Stages behind real sockets in this process, a bad cable before one of them, and peers that do not mean well.
+"""Stages behind real sockets in this process, a faulty proxy before one of them, and peers that do not mean well.
 
 What a test waits for is an event or a condition; the deadlines here are guards against hanging, never the measure.
 """
@@ -23,7 +23,7 @@ from dgr.runtime.identity import identity_of
 from dgr.runtime.pipeline import Pipeline, Timeouts, open_pipeline_on
 from dgr.runtime.remote import LinkPolicy, RemoteConnector, StageServer
 from dgr.runtime.shard import Shard, limits_of, open_shard
-from dgr.testing.fake import FakeEngine, FakeModel
+from dgr.testing.engines.fake import FakeEngine, FakeModel
 from dgr.testing.waits import until
 from dgr.wire import frames
 from dgr.wire.frames import Denied, Hello, Role, Welcome

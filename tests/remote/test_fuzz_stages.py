@@ -14,7 +14,7 @@ from remote_stages import CONTEXT, HANDSHAKE, TWO, Host, client, connected, open
 from dgr.errors import DgrError
 from dgr.model.route import LayerRange
 from dgr.runtime.remote import LinkPolicy
-from dgr.testing.fake import FakeEngine
+from dgr.testing.engines.fake import FakeEngine
 from dgr.wire import frames, nurseries
 from dgr.wire.handshake import exchange_preamble
 

@@ -39,7 +39,7 @@ from dgr.errors import DgrError, FrameError, LinkBroken
 from dgr.model.route import Route, StageRef
 from dgr.runtime.pipeline import open_pipeline_on
 from dgr.runtime.remote import LinkPolicy
-from dgr.testing.cables import open_cable
+from dgr.testing.network.proxy import open_proxy
 from dgr.testing.waits import until
 from dgr.wire import frames
 from dgr.wire.frames import Key, Ping, Welcome
@@ -204,11 +204,11 @@ async def test_a_byte_a_moment_does_not_keep_a_connection_open(policy: LinkPolic
     async with open_hosts(evolve(policy, handshake=SHORT)) as hosts:
         stages = await hosts.start_all(TWO)
         credentials = policy.credentials if behind == "preamble" else None
-        async with open_cable(stages[0].address) as cable, connected(cable.address, credentials) as stream:
+        async with open_proxy(stages[0].address) as proxy, connected(proxy.address, credentials) as stream:
             if behind == "preamble":
                 await exchange_preamble(stream, HANDSHAKE)
-            await until(lambda: cable.relays)
-            cable.relays[0].rightward.trickle(1, interval=SHORT / 20)
+            await until(lambda: proxy.relays)
+            proxy.relays[0].rightward.trickle(1, interval=SHORT / 20)
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(_send_quietly, stream, bytes(range(256)) * 4)
                 with trio.fail_after(DEADLINE):

@@ -36,8 +36,8 @@ from dgr.runtime.events import RePrefilled, RouteChanged, RouteDown
 from dgr.runtime.pipeline import Timeouts, open_pipeline_on
 from dgr.runtime.remote import LinkPolicy
 from dgr.runtime.states import EpochState
-from dgr.testing.cables import open_cable
-from dgr.testing.fake import FakeEngine
+from dgr.testing.engines.fake import FakeEngine
+from dgr.testing.network.proxy import open_proxy
 from dgr.testing.waits import until
 from dgr.wire import frames
 from dgr.wire.frames import Fence, Ping, Welcome
@@ -383,19 +383,19 @@ async def test_a_sender_beyond_its_credit_breaks_the_protocol() -> None:
 async def test_a_silent_stage_is_noticed_within_three_heartbeats() -> None:
     async with open_hosts(LinkPolicy(handshake=HANDSHAKE, heartbeat=2 * BEAT)) as hosts:
         head, tail = await hosts.start_all(TWO)
-        async with open_cable(tail.address) as cable:
-            route = Route((StageRef(head.address, head.layers), StageRef(cable.address, tail.layers)))
+        async with open_proxy(tail.address) as proxy:
+            route = Route((StageRef(head.address, head.layers), StageRef(proxy.address, tail.layers)))
             connect = hosts.connector(policy=evolve(hosts.policy, heartbeat=BEAT))
             async with open_pipeline_on(connect, route, timeouts=TIMEOUTS) as pipeline:
                 assert await answer_of(pipeline) == reference()
                 events = pipeline.events()
-                cable.stall()
+                proxy.stall()
                 began = trio.current_time()
                 down = await next_event(events, RouteDown)
                 assert 2 * BEAT < trio.current_time() - began < 3 * BEAT + 1.0
-                assert f"stage {cable.address}" in down.why
+                assert f"stage {proxy.address}" in down.why
                 assert f"silent for {3 * BEAT:g} s" in down.why
-                # The cable's connections are silent, not its address: the route comes back.
+                # The proxy's connections are silent, not its address: the route comes back.
                 await next_event(events, RouteChanged)
                 assert await answer_of(pipeline) == reference()
         await until(lambda: head.shard.statistics().routes == 0)
@@ -404,12 +404,12 @@ async def test_a_silent_stage_is_noticed_within_three_heartbeats() -> None:
 async def test_a_silent_next_stage_is_noticed_by_the_stage_before_it() -> None:
     async with open_hosts(LinkPolicy(handshake=HANDSHAKE, heartbeat=BEAT)) as hosts:
         head, tail = await hosts.start_all(TWO)
-        async with open_cable(tail.address) as cable:
-            route = Route((StageRef(head.address, head.layers), StageRef(cable.address, tail.layers)))
+        async with open_proxy(tail.address) as proxy:
+            route = Route((StageRef(head.address, head.layers), StageRef(proxy.address, tail.layers)))
             patient = hosts.connector(policy=evolve(hosts.policy, heartbeat=60.0))
             async with open_pipeline_on(patient, route, timeouts=TIMEOUTS) as pipeline:
                 events = pipeline.events()
-                cable.stall()
+                proxy.stall()
                 began = trio.current_time()
                 down = await next_event(events, RouteDown)
                 assert 2 * BEAT < trio.current_time() - began < 3 * BEAT + 1.0
@@ -420,8 +420,8 @@ async def test_a_silent_next_stage_is_noticed_by_the_stage_before_it() -> None:
 async def test_a_stage_drops_what_a_silent_client_holds() -> None:
     async with open_hosts(LinkPolicy(handshake=HANDSHAKE, heartbeat=BEAT)) as hosts:
         whole = await hosts.start("0:6")
-        async with open_cable(whole.address) as cable:
-            route = Route((StageRef(cable.address, whole.layers),))
+        async with open_proxy(whole.address) as proxy:
+            route = Route((StageRef(proxy.address, whole.layers),))
             patient = hosts.connector(policy=evolve(hosts.policy, heartbeat=60.0))
             async with (
                 open_pipeline_on(patient, route, timeouts=Timeouts(control=0.1)) as pipeline,
@@ -429,7 +429,7 @@ async def test_a_stage_drops_what_a_silent_client_holds() -> None:
             ):
                 assert await take(session.generate(PROMPT, max_tokens=3)) == reference(count=3)
                 assert whole.shard.statistics().sessions == 1
-                cable.stall()
+                proxy.stall()
                 began = trio.current_time()
                 await until(lambda: whole.shard.statistics().routes == 0)
                 assert 2 * BEAT < trio.current_time() - began < 3 * BEAT + 1.0
@@ -471,12 +471,12 @@ async def test_sides_of_different_heartbeats_get_on(authority: Authority) -> Non
             assert await answer_of(pipeline) == reference()
 
 
-async def test_a_cut_cable_between_stages_is_mended() -> None:
+async def test_a_cut_connection_between_stages_is_mended() -> None:
     async with open_hosts() as hosts:
         head, middle, tail = await hosts.start_all(THREE)
-        async with open_cable(tail.address) as cable:
+        async with open_proxy(tail.address) as proxy:
             route = Route(
-                (*hosts.route([head, middle]).stages, StageRef(cable.address, tail.layers)),
+                (*hosts.route([head, middle]).stages, StageRef(proxy.address, tail.layers)),
             )
             async with (
                 open_pipeline_on(hosts.connector(), route, timeouts=TIMEOUTS) as pipeline,
@@ -484,9 +484,9 @@ async def test_a_cut_cable_between_stages_is_mended() -> None:
             ):
                 generation = session.generate(PROMPT, max_tokens=12)
                 answer = await take(generation, 4)
-                await cable.cut()
+                await proxy.cut()
                 answer += await take(generation, 4)
-                await cable.cut()
+                await proxy.cut()
                 answer += await take(generation)
                 assert answer == reference()
             await hosts.assert_empty()

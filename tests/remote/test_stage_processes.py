@@ -25,8 +25,8 @@ from dgr.runtime.doctor import examine
 from dgr.runtime.events import RePrefilled, RouteDown
 from dgr.runtime.pipeline import Pipeline, Timeouts, open_pipeline_on
 from dgr.runtime.remote import LinkPolicy, RemoteConnector
-from dgr.testing.cables import open_cables
-from dgr.testing.processes import START, Program, free_ports, is_gone, open_program, open_up, write_route
+from dgr.testing.network.processes import START, Program, free_ports, is_gone, open_program, open_up, write_route
+from dgr.testing.network.proxy import open_proxies
 from dgr.testing.waits import until
 from dgr.wire.tcp import Credentials
 
@@ -202,12 +202,12 @@ async def test_a_stage_cut_off(stage: int, small, prompt, expected, tmp_path, re
     file = write_route(tmp_path / "route.toml", small, SPLIT, **CONTEXT)
     async with (
         open_up(file, "--heartbeat", str(BEAT)) as up,
-        open_cables(file.route) as (route, cables),
+        open_proxies(file.route) as (route, proxies),
         open_remote(route) as pipeline,
     ):
-        await check_losses(pipeline, prompt(LONG), expected(LONG), 1.0, cables[stage].cut, nothing, record_property)
-        # A cable that carries nothing any more, while both its ends believe in it.
-        text, loss = await disturb(pipeline, prompt(LONG), LATE, cables[stage].stall, nothing)
+        await check_losses(pipeline, prompt(LONG), expected(LONG), 1.0, proxies[stage].cut, nothing, record_property)
+        # A proxy that carries nothing any more, while both its ends believe in it.
+        text, loss = await disturb(pipeline, prompt(LONG), LATE, proxies[stage].stall, nothing)
         assert text == expected(LONG)
         assert loss.detected < 3 * BEAT + SLACK
         record_property("silent", loss)

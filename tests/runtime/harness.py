@@ -13,7 +13,7 @@ from dgr.runtime.events import Event, PrefillProgress
 from dgr.runtime.local import LocalCluster, ShardPolicy, open_cluster
 from dgr.runtime.pipeline import Pipeline, Timeouts, open_pipeline_on
 from dgr.runtime.shard import Shard
-from dgr.testing.fake import FakeEngine, FakeModel
+from dgr.testing.engines.fake import FakeEngine, FakeModel
 
 MODEL = FakeModel()
 CONTEXT = ContextParams(n_ctx=96, n_batch=16, n_ubatch=8, n_seq_max=3)

@@ -15,7 +15,7 @@ from dgr.errors import LinkBroken
 from dgr.model.route import LayerRange
 from dgr.runtime.local import ShardPolicy, open_cluster
 from dgr.runtime.shard import Shard
-from dgr.testing.fake import FakeEngine
+from dgr.testing.engines.fake import FakeEngine
 from dgr.testing.waits import until
 
 PROMPT = list(b"The quick brown fox")

@@ -22,7 +22,7 @@ from dgr.errors import (
 from dgr.model.route import LayerRange
 from dgr.runtime.events import Prefilled, PrefillProgress, RePrefilled
 from dgr.runtime.states import ClientState
-from dgr.testing.fake import FakeEngine, FakeModel, FakeVocabulary
+from dgr.testing.engines.fake import FakeEngine, FakeModel, FakeVocabulary
 
 PROMPT = list(b"The quick brown fox jumps over")
 SPLITS = [WHOLE, TWO, THREE, "0:3,3:6", "0:1,1:2,2:3,3:4,4:5,5:6"]

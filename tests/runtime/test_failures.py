@@ -26,7 +26,7 @@ from dgr.runtime.events import RePrefilled, RouteDown, StateLost
 from dgr.runtime.local import ShardPolicy
 from dgr.runtime.pipeline import Pipeline
 from dgr.runtime.states import RouteState
-from dgr.testing.fake import FakeEngine, Fault, FaultKind
+from dgr.testing.engines.fake import FakeEngine, Fault, FaultKind
 
 PROMPT = list(b"It was the best of times, it was the worst of")
 

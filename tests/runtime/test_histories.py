@@ -42,7 +42,7 @@ from dgr.runtime.pipeline import Pipeline
 from dgr.runtime.session import SessionActor
 from dgr.runtime.states import ClientState, EpochState, RouteState
 from dgr.runtime.supervisor import EpochSupervisor
-from dgr.testing.fake import Fault, FaultKind
+from dgr.testing.engines.fake import Fault, FaultKind
 from dgr.wire import frames
 from dgr.wire.frames import Expectation, Key, Miss
 from dgr.wire.links import Link

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 
 import msgspec
 import pytest
@@ -17,80 +17,17 @@ from dgr.errors import InputError
 from dgr.model.prefix import PrefixDigest
 from dgr.runtime.local import ShardPolicy
 from dgr.runtime.shard import limits_of
-from dgr.testing.fake import FakeEngine, Fault, FaultKind
+from dgr.testing.engines.fake import FakeEngine, Fault, FaultKind
+from dgr.testing.raw_client import GREEDY, RawClient, open_raw_client
 from dgr.wire import frames, memory_transports
 from dgr.wire.frames import Expectation, Key, Miss, Refusal
-from dgr.wire.links import Link, open_link
+from dgr.wire.links import open_link
 
 ROUTE, STRANGER = b"r" * 16, b"s" * 16
-GREEDY = frames.Sampling(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, -1, 0, 0, 0)
 
 
-class Hand:
-    """A control link and the frames that came back on it."""
-
-    def __init__(self, link: Link, route: bytes) -> None:
-        self.link = link
-        self.route = route
-        self.answers: list[frames.Frame] = []
-        self.closed = False
-
-    async def read(self) -> None:
-        async for received in self.link:
-            self.answers.append(received.frame)
-        self.closed = True
-
-    async def say(self, *said: frames.Frame) -> list[frames.Frame]:
-        """Send frames back to back; what came back once all is at rest."""
-        for frame in said:
-            self.link.send_nowait(frame)
-        await rest()
-        came, self.answers = self.answers, []
-        return came
-
-    async def begin(self, epoch: int = 1) -> None:
-        """Fence an epoch and open session 1, each answered before the next is asked, as a pipeline does."""
-        (fenced,) = await self.say(self.fence(epoch))
-        assert isinstance(fenced, frames.Fenced)
-        (opened,) = await self.say(self.open(1, 1, epoch))
-        assert isinstance(opened, frames.Opened)
-
-    def key(self, session: int, epoch: int = 1) -> Key:
-        return Key(self.route, epoch, session)
-
-    def fence(self, epoch: int) -> frames.Fence:
-        return frames.Fence(self.route, epoch, WHOLE, "", "")
-
-    def open(self, session: int, seq: int, epoch: int = 1) -> frames.Open:
-        return frames.Open(self.key(session, epoch), seq)
-
-    def close(self, session: int, seq: int, epoch: int = 1) -> frames.Close:
-        return frames.Close(self.key(session, epoch), seq)
-
-    def work(
-        self,
-        session: int,
-        seq: int,
-        tokens: Sequence[int],
-        before: Sequence[int] = (),
-        *,
-        epoch: int = 1,
-        logits: int = 1,
-        sampling: frames.Sampling | None = GREEDY,
-        position: int | None = None,
-    ) -> frames.Tokens:
-        prefix = PrefixDigest(before)
-        expect = Expectation(len(before) if position is None else position, prefix.digest())
-        return frames.Tokens(self.key(session, epoch), seq, expect, tuple(tokens), logits, sampling)
-
-
-@asynccontextmanager
-async def by_hand(stages: Stages, route: bytes = ROUTE) -> AsyncIterator[Hand]:
-    async with stages.cluster.connect(WHOLE) as (link, _), trio.open_nursery() as nursery:
-        hand = Hand(link, route)
-        nursery.start_soon(hand.read)
-        yield hand
-        nursery.cancel_scope.cancel()
+def by_hand(stages: Stages, lease: bytes = ROUTE) -> AbstractAsyncContextManager[RawClient]:
+    return open_raw_client(stages.cluster.connect, stages.route(WHOLE), lease)
 
 
 async def test_the_plain_course(autojump_clock: trio.abc.Clock) -> None:
@@ -468,7 +405,7 @@ async def test_a_link_that_ends_behind_its_last_word(autojump_clock: trio.abc.Cl
                 if stop_at != "fence":
                     await hand.say(hand.fence(1))
                 last = {"fence": hand.fence(1), "open": hand.open(1, 1), "fence again": hand.fence(2)}[stop_at]
-                hand.link.send_nowait(last)
+                hand.send(last)
                 for _ in range(3):
                     await trio.lowlevel.checkpoint()
             await rest()
@@ -515,7 +452,8 @@ async def test_boundaries_are_taken_from_the_stage_before_and_from_no_one_else(
             open_link(near, limits, credit=limits.under_way) as stranger,
         ):
             nursery.start_soon(tail.serve_boundary, arriving, "a stranger")
-            nursery.start_soon(Hand(stranger, ROUTE).read)  # takes the credits
+            reader = RawClient(stages.route(WHOLE), {WHOLE: stranger}, ROUTE)
+            nursery.start_soon(reader.read, WHOLE)  # takes the credits
             await session.prefill([1, 2])
             payload = bytes(4 * 3)
             for epoch in (0, 1, 2):

@@ -19,7 +19,7 @@ from dgr.model.route import Route, StageRef, parse_split
 from dgr.runtime import local
 from dgr.runtime.local import open_cluster
 from dgr.runtime.pipeline import open_pipeline_on
-from dgr.testing.fake import FakeEngine, FakeModel
+from dgr.testing.engines.fake import FakeEngine, FakeModel
 from dgr.wire import frames
 
 PROMPT = [token % 250 for token in range(40)]

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from array import array
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 from attrs import evolve
@@ -15,6 +19,7 @@ from dgr.engine.base import (
     Frontier,
     LogitsWanted,
     MemoryReport,
+    Numerics,
     Output,
     SamplingParams,
     ShardEngine,
@@ -23,8 +28,8 @@ from dgr.engine.base import (
 )
 from dgr.errors import DgrError, EngineError, InputError, InvalidLayerRange
 from dgr.model.route import LayerRange
-from dgr.testing.contract import EngineContract
-from dgr.testing.fake import FakeEngine, FakeModel, FakeVocabulary, Fault, FaultKind, _Slot
+from dgr.testing.engines.contract import EngineContract
+from dgr.testing.engines.fake import FakeEngine, FakeModel, FakeVocabulary, Fault, FaultKind, _Slot
 
 CONTEXT = ContextParams(n_ctx=64, n_batch=16, n_ubatch=16, n_seq_max=2)
 
@@ -249,11 +254,28 @@ class GoesOn(FakeEngine):
         return
 
 
-class PromisesMtp(FakeEngine):
-    """Says that it executes MTP."""
+class LastRowAlone(FakeEngine):
+    """Computes the last row otherwise when it is the only one wanted."""
+
+    def _run(self, work: Work) -> Output:
+        output = super()._run(work)
+        if work.logits is not LogitsWanted.LAST or output.logits is None:
+            return output
+        return evolve(output, logits=bytes(output.logits)[4:] + bytes(output.logits)[:4])
+
+
+class CannotDecode(FakeEngine):
+    """Says that it does not execute what an engine is for."""
 
     def describe(self) -> EngineDescription:
-        return evolve(super().describe(), capabilities={"decode": "executable", "mtp": "executable"})
+        return evolve(super().describe(), capabilities={"decode": "reserved"})
+
+
+class HalfPromise(FakeEngine):
+    """Offers a capability with a status that nobody knows."""
+
+    def describe(self) -> EngineDescription:
+        return evolve(super().describe(), capabilities={"decode": "executable", "telepathy": "perhaps"})
 
 
 MUTANTS = [
@@ -279,7 +301,9 @@ MUTANTS = [
     OneRow,
     StopsTwice,
     GoesOn,
-    PromisesMtp,
+    LastRowAlone,
+    CannotDecode,
+    HalfPromise,
 ]
 
 
@@ -290,6 +314,93 @@ def test_contract_catches(mutant: type[FakeEngine]) -> None:
             return mutant(layers, context)
 
     assert Contract.failures(first_only=True)
+
+
+# --- what is not promised is skipped, not passed ---
+
+
+class Native(FakeEngine):
+    """Does not promise that other batches have the same bits."""
+
+    def describe(self) -> EngineDescription:
+        about = super().describe()
+        return evolve(about, context=evolve(about.context, numerics=Numerics.NATIVE))
+
+
+class Sideband(FakeEngine):
+    """Says that every stage needs the ids."""
+
+    def describe(self) -> EngineDescription:
+        return evolve(super().describe(), token_sideband=True)
+
+
+EXACT = {
+    "test_chunks_do_not_matter",
+    "test_companions_do_not_matter",
+    "test_the_last_row_is_the_same_alone_and_among_all",
+}
+SLOTS = {"test_companions_do_not_matter", "test_slots_do_not_touch", "test_a_batch_is_refused_as_a_whole"}
+#: Checks that put nothing but a whole model together.
+WHOLE = {
+    "test_describes_itself",
+    "test_memory_is_accounted_for",
+    "test_refuses_ranges_that_are_not_there",
+    "test_sampling_repeats_itself",
+    "test_sampling_refuses_nonsense",
+    "test_stop_is_final_and_idempotent",
+    "test_abort_fails_later_runs",
+}
+CHECKS = {name for name in dir(EngineContract) if name.startswith("test_")}
+
+
+@pytest.mark.parametrize(
+    ("engine", "model", "n_seq_max", "skipped", "reason"),
+    [
+        (FakeEngine, FakeModel(), 2, set(), ""),
+        (Native, FakeModel(), 2, EXACT, "numerics = native"),
+        (FakeEngine, FakeModel(), 1, SLOTS, "n_seq_max = 1"),
+        (Sideband, FakeModel(), 2, {"test_ids_are_needed_as_described"}, "token_sideband"),
+        (FakeEngine, FakeModel(n_layers=1), 2, CHECKS - WHOLE, "a model of 1 layers that is cut nowhere"),
+    ],
+    ids=["all", "numerics", "slots", "sideband", "layers"],
+)
+def test_what_an_engine_does_not_promise_is_skipped_with_the_reason(
+    engine: type[FakeEngine], model: FakeModel, n_seq_max: int, skipped: set[str], reason: str
+) -> None:
+    class Contract(EngineContract):
+        context = evolve(CONTEXT, n_ctx=200, n_seq_max=n_seq_max)
+
+        def make(self, layers: LayerRange | None, context: ContextParams) -> ShardEngine:
+            return engine(layers, context, model=model)
+
+    report = Contract.report()
+    assert report.failed == {}
+    assert set(report.skipped) == skipped
+    assert all(reason in why for why in report.skipped.values())
+    assert set(report.passed) == CHECKS - skipped
+
+
+ONE_SLOT = """
+from attrs import evolve
+
+from dgr.testing import EngineContract, FakeEngine
+
+
+class TestOneSlot(EngineContract):
+    def make(self, layers, context):
+        return FakeEngine(layers, context)
+
+    context = evolve(EngineContract.context, n_seq_max=1)
+"""
+
+
+def test_pytest_reports_a_skipped_check_as_skipped(tmp_path: Path) -> None:
+    (tmp_path / "test_one_slot.py").write_text(ONE_SLOT, encoding="utf-8")
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-rs", str(tmp_path)]
+    plain = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=plain, capture_output=True, text=True, check=False)
+    assert f"{len(CHECKS) - len(SLOTS)} passed, {len(SLOTS)} skipped" in done.stdout
+    assert "n_seq_max = 1: the check needs 2 sequence slots" in done.stdout
 
 
 # --- what the fake offers beyond the seam ---

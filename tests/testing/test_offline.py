@@ -6,7 +6,7 @@ import pytest
 
 from dgr.errors import InvalidLayerRange, InvalidRoute
 from dgr.runtime.events import RePrefilled
-from dgr.testing.fake import FakeModel, Fault, FaultKind
+from dgr.testing.engines.fake import FakeModel, Fault, FaultKind
 from dgr.testing.offline import Offline, open_fake_pipeline
 
 

@@ -11,7 +11,7 @@ import trio
 from attrs import frozen
 from trio.testing import MockClock, check_two_way_stream, wait_all_tasks_blocked
 
-from dgr.testing.relay import Relay, open_relay
+from dgr.testing.network.relay import Relay, open_relay
 from dgr.wire.memory import memory_transports
 
 

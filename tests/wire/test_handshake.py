@@ -9,7 +9,7 @@ import trio
 from trio.testing import MockClock
 
 from dgr.errors import DeadlineExceeded, DgrError, FrameError, LinkBroken
-from dgr.testing.relay import open_relay
+from dgr.testing.network.relay import open_relay
 from dgr.wire import handshake
 from dgr.wire.frames import SCHEMA_HASH, SCHEMA_VERSION
 from dgr.wire.handshake import HANDSHAKE_LIMITS, exchange_preamble

@@ -15,7 +15,7 @@ from trio.testing import MockClock, check_two_way_stream, wait_all_tasks_blocked
 from wire_samples import DIGEST, FLASH, ROUTE, SMALL, boundary, key, logits, raw
 
 from dgr.errors import ClosedError, FrameError, LinkBroken, Overloaded
-from dgr.testing.relay import Relay, open_relay
+from dgr.testing.network.relay import Relay, open_relay
 from dgr.wire import frames, links
 from dgr.wire.frames import Boundary, Credit, Expectation, Frame, Ping, Pong, Refusal, Refused, Sampling, Token, Tokens
 from dgr.wire.framing import HEADER_SIZE, Limits, Received

@@ -12,7 +12,7 @@ import trio
 from wire_samples import FLASH, boundary
 
 from dgr.errors import DeadlineExceeded, InputError, LinkBroken
-from dgr.testing.relay import Relay, open_relay
+from dgr.testing.network.relay import Relay, open_relay
 from dgr.wire.frames import Pong
 from dgr.wire.links import Link, open_link
 from dgr.wire.tcp import accept_tls, dial, listen, parse_address

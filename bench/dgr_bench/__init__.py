@@ -1,0 +1,14 @@
+"""dgr-bench: certificates and benchmarks of dgr, made with its public names only."""
+
+# General layout. Arrows point down: a file imports from lines below its own.
+#
+#   cli             the commands
+#   describe        profiles and the schema, printed        compare   two results held against each other
+#   certify/        the long-context certificate             drill/    lost, cut, stalled and slow stages
+#   frontier/       speed over context                       overhead/ dgr against upstream's llama-bench; the cost of a hop
+#   benchmark       what every benchmark is made of, and the one way to run it
+#   reports, plots  Markdown and pictures
+#   results         a result, its schema, and the journal that an interrupted run goes on from
+#   verdicts        checks and goals                         quartiles   medians, lines, percentiles
+#   subjects        who runs a prompt                        llama_bench  upstream's binary and its JSON
+#   environment     what a result carries of its machine

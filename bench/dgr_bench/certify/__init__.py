@@ -1,0 +1,1 @@
+"""The long-context certificate, its self-test, and what can be done with it afterwards."""

@@ -1,0 +1,1 @@
+"""Stages lost, cut off, stalled and slowed down."""

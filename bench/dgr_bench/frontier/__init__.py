@@ -1,0 +1,1 @@
+"""Speed over context, beside the whole model."""

@@ -1,0 +1,1 @@
+"""What dgr costs on top of llama.cpp, and a hop on top of its bytes."""

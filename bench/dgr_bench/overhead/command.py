@@ -1,0 +1,173 @@
+"""``dgr-bench overhead``: what dgr costs on top of llama.cpp, as ratios of speed measured side by side.
+
+Four comparisons on one artifact with equal settings (batch, sub-batch, context, flash attention, K-cache type):
+
+* a pipeline of one stage against upstream's llama-bench of the same pin, both in native numerics with as many threads;
+* two stage processes of one thread each on loopback against the whole model on one thread: decoding of one session;
+* exact numerics against native ones;
+* a hop of one token's boundary, in process and over loopback TLS, beyond its wire (see ``dgr_bench.overhead.hops``).
+
+The two sides of a comparison alternate round by round, and so does who begins. Prefill is timed from the prompt to the first
+token; decoding from an answer's first token to its last, drawn greedily. llama-bench draws no token and its times hold no
+start, load or warm-up; its tests are as many tokens at the same positions.
+
+Units, beside those of ``dgr_bench.overhead.hops``:
+
+``COMPARISON, round N``
+    ``tokens``; ``ours_s`` and ``theirs_s``: seconds that each side took for them; ``began``: the side that began.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import msgspec
+from attrs import frozen
+
+from dgr import Artifact, ContextParams
+from dgr.engine.budget import available_cpus
+from dgr.errors import InputError
+from dgr.selftest.chain import cut_at
+from dgr.selftest.fixture.cached import cached_fixture
+from dgr_bench.benchmark import Group, Store, Units, benchmark_command
+from dgr_bench.llama_bench import add_llama_bench_argument, find_llama_bench
+from dgr_bench.overhead import hops
+from dgr_bench.overhead.comparisons import Comparison, OverheadPlan, comparisons
+from dgr_bench.overhead.hops import Hops
+from dgr_bench.plots import BLUE, GREY, RED, Axes, Plot
+from dgr_bench.quartiles import Quartiles, quartiles_of
+from dgr_bench.reports import Section, table
+from dgr_bench.results import Kind, Result
+from dgr_bench.verdicts import Check
+
+#: Speed of ours over speed of theirs. A token of the small model is all overhead: ``--quick`` shows that everything runs.
+_GOAL, _QUICK_GOAL = 0.97, 0.2
+#: Tokens of a run, and rounds.
+_FULL: dict[str, Any] = {"tokens": {"prefill": 512, "decode": 64}, "rounds": {"prefill": 6, "decode": 20}}
+_QUICK: dict[str, Any] = {"tokens": {"prefill": 64, "decode": 16}, "rounds": {"prefill": 2, "decode": 2}}
+
+
+@frozen
+class Overhead:
+    """The benchmark."""
+
+    plan: OverheadPlan
+    compared: Sequence[Comparison]
+    about: dict[str, Any]
+    kind: ClassVar[Kind] = "overhead"
+    title: ClassVar[str] = "Overhead"
+
+    @property
+    def hops(self) -> Hops:
+        """The part that measures hops."""
+        return Hops(self.plan.hops)
+
+    def subject(self) -> dict[str, Any]:
+        return self.about
+
+    def units(self, store: Store) -> Iterator[Group]:
+        yield from (each.group() for each in self.compared)
+        yield from self.hops.units(store)
+
+    def metrics(self, units: Units, _: Path | None = None) -> dict[str, Any]:
+        """Quartiles of the ratios; and tokens a second of both sides, for a feeling of the size."""
+        speed = {}
+        for each in self.compared:
+            if rounds := each.measured(units):
+                speed[each.name] = {
+                    "ratio": quartiles_of([unit["theirs_s"] / unit["ours_s"] for unit in rounds]),
+                    "ours_tokens_per_s": quartiles_of([unit["tokens"] / unit["ours_s"] for unit in rounds]),
+                    "theirs_tokens_per_s": quartiles_of([unit["tokens"] / unit["theirs_s"] for unit in rounds]),
+                }
+        return {"speed": speed, "hops": self.hops.metrics(units)}
+
+    def checks(self, units: Units) -> list[Check]:
+        """Every goal."""
+        speed = self.metrics(units)["speed"]
+        verdicts = [
+            each.goal.check(f"speed of {each.name}", speed[each.name]["ratio"])
+            for each in self.compared
+            if each.goal is not None and each.name in speed
+        ]
+        return [*self.hops.checks(units), *verdicts]
+
+    def _speeds(self, result: Result) -> list[tuple[Comparison, dict[str, Quartiles]]]:
+        speed = msgspec.convert(result.metrics["speed"], dict[str, dict[str, Quartiles]])
+        return [(each, speed[each.name]) for each in self.compared if each.name in speed]
+
+    def tables(self, result: Result) -> list[Section]:
+        rows = [
+            (
+                each.name,
+                f"{speed['ours_tokens_per_s'].median:.1f}",
+                f"{speed['theirs_tokens_per_s'].median:.1f}",
+                speed["ratio"],
+                each.goal or "",
+            )
+            for each, speed in self._speeds(result)
+        ]
+        said = "Medians, with quartiles in brackets; ratios of speed are per round, above 1 dgr's side is faster."
+        heads = ("ours / theirs", "ours, tokens/s", "theirs, tokens/s", "ratio", "goal")
+        own = Section("Speed", (said, table(heads, rows)))
+        return [own, *self.hops.sections(result.metrics["hops"], result.units)]
+
+    def plots(self, result: Result) -> list[Plot]:
+        speeds = list(reversed(self._speeds(result)))
+
+        def paint(axes: Axes) -> None:
+            for place, (_, speed) in enumerate(speeds):
+                ratio = speed["ratio"]
+                errors = [[ratio.median - ratio.low], [ratio.high - ratio.median]]
+                axes.barh(place, ratio.median, 0.6, color=BLUE, xerr=errors, ecolor=GREY, capsize=4)
+            axes.set_yticks(range(len(speeds)), [each.name.replace(", ", "\n", 1) for each, _ in speeds])
+            axes.axvline(self.plan.goal, color=RED, linestyle="--", label=f"goal at least {self.plan.goal:g}")
+
+        title = "Speed of dgr's side over the other's"
+        return [Plot("Speed", "overhead", title, "ratio of speed", "", paint), self.hops.plot(result.metrics["hops"])]
+
+
+# --- the command -----------------------------------------------------------------------------------------------------
+
+
+def _add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--model", type=Path, metavar="M", help="a GGUF (default: a V4 fixture of 649 M parameters in mixed weights)"
+    )
+    parser.add_argument(
+        "--threads", type=int, nargs="+", default=[1], metavar="N", help="of a stage and of llama-bench (default: 1)"
+    )
+    add_llama_bench_argument(parser)
+
+
+def _check_arguments(args: argparse.Namespace) -> None:
+    cpus = available_cpus()
+    for threads in args.threads:
+        if not 1 <= threads <= cpus:
+            raise InputError(f"--threads {threads}: give 1 to {cpus}, the CPUs this process may use")
+    if cpus < 2:
+        raise InputError(f"this process may use {cpus} CPU; two stage processes of one thread each need 2")
+
+
+def _overhead(args: argparse.Namespace) -> Overhead:
+    _check_arguments(args)
+    model = Path(args.model or cached_fixture("mixed", preset=None if args.quick else "big"))
+    artifact = Artifact.open(model)
+    settings, n_layers = ContextParams(), artifact.hp.n_layers
+    plan = OverheadPlan(
+        name="overhead, quick" if args.quick else "overhead",
+        **(_QUICK if args.quick else _FULL),
+        threads=tuple(sorted(set(args.threads))),
+        split=tuple(str(layers) for layers in cut_at(n_layers, [n_layers // 2])),
+        settings={name: getattr(settings, name) for name in ("n_batch", "n_ubatch", "type_k", "flash_attn")},
+        goal=_QUICK_GOAL if args.quick else _GOAL,
+        hops=hops.plan(args.quick, ("memory", "tls"), ("decode",)),
+    )
+    compared = comparisons(model, plan, find_llama_bench(args.llama_bench))
+    return Overhead(plan, compared, {"model": model.name, "artifact": artifact.identity})
+
+
+_HELP = "dgr against upstream's llama-bench, exact against native, processes against one, a hop against its wire"
+COMMAND = benchmark_command("overhead", _HELP, __doc__ or "", _add_arguments, _overhead)

@@ -1,0 +1,162 @@
+"""What ``dgr-bench overhead`` compares: two sides that do the same work, round by round."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import msgspec
+import trio
+from attrs import asdict, evolve, frozen
+
+from dgr import ContextParams, Numerics, Pipeline, open_pipeline, open_route
+from dgr.engine.native import build_info
+from dgr.selftest.chain import some_tokens
+from dgr.testing.network.processes import open_up, write_route
+from dgr_bench.benchmark import Group, Unit, Units
+from dgr_bench.llama_bench import LlamaBench
+from dgr_bench.overhead.hops import HopsPlan
+from dgr_bench.verdicts import Goal
+
+#: Seconds that one run of one side took.
+Timed: TypeAlias = Callable[[], Awaitable[float]]
+#: Both sides, ready to run: ours first.
+Sides: TypeAlias = tuple[Timed, Timed]
+
+
+class OverheadPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """What is compared."""
+
+    name: str
+    #: Tokens of a run, and rounds, of ``prefill`` and ``decode``.
+    tokens: dict[str, int]
+    rounds: dict[str, int]
+    #: Of a stage and of llama-bench.
+    threads: tuple[int, ...]
+    #: Layer ranges of the two stage processes.
+    split: tuple[str, ...]
+    #: Context parameters of both sides.
+    settings: dict[str, Any]
+    goal: float
+    hops: HopsPlan
+
+    def context(self, phase: str, numerics: Numerics) -> ContextParams:
+        """As llama-bench does, a context as long as the test."""
+        return ContextParams(n_ctx=self.tokens[phase], numerics=numerics, **self.settings)
+
+
+# --- one run of one side ---------------------------------------------------------------------------------------------
+
+
+async def prefill_seconds(pipeline: Pipeline, tokens: int) -> float:
+    """From a prompt of that many tokens to the first token of the answer."""
+    async with pipeline.session() as session:
+        began = trio.current_time()
+        async for _ in session.generate(some_tokens(tokens, pipeline.n_vocab), max_tokens=1, stop=()):
+            pass
+        return trio.current_time() - began
+
+
+async def decode_seconds(pipeline: Pipeline, tokens: int) -> float:
+    """From the first token of an answer to that many later."""
+    async with pipeline.session() as session:
+        answer = session.generate(some_tokens(1, pipeline.n_vocab), max_tokens=tokens + 1, stop=())
+        await anext(answer)
+        began = trio.current_time()
+        async for _ in answer:
+            pass
+        return trio.current_time() - began
+
+
+def _runs(pipeline: Pipeline, phase: str, tokens: int) -> Timed:
+    return partial(prefill_seconds if phase == "prefill" else decode_seconds, pipeline, tokens)
+
+
+# --- comparisons -----------------------------------------------------------------------------------------------------
+
+
+@frozen
+class Comparison:
+    """Two sides that do the same work."""
+
+    name: str
+    #: Tokens of one run.
+    tokens: int
+    rounds: int
+    #: For the median of the ratios; None: it is shown, and nothing is asked of it.
+    goal: Goal | None
+    open: Callable[[], AbstractAsyncContextManager[Sides]]
+
+    def group(self) -> Group:
+        """Its rounds."""
+        units = [Unit(self._unit(number), partial(self._round, number)) for number in range(self.rounds)]
+        return Group(units, self._warm)
+
+    def _unit(self, number: int) -> str:
+        return f"{self.name}, round {number}"
+
+    @asynccontextmanager
+    async def _warm(self) -> AsyncIterator[Sides]:
+        async with self.open() as sides:
+            for side in sides:
+                await side()
+            yield sides
+
+    async def _round(self, number: int, sides: Sides) -> dict[str, Any]:
+        order = (0, 1) if number % 2 == 0 else (1, 0)
+        seconds = {side: await sides[side]() for side in order}
+        began = ("ours", "theirs")[order[0]]
+        return {"tokens": self.tokens, "ours_s": seconds[0], "theirs_s": seconds[1], "began": began}
+
+    def measured(self, units: Units) -> list[dict[str, Any]]:
+        """The rounds that were measured to their end."""
+        found = (units.get(self._unit(number), {}) for number in range(self.rounds))
+        return [dict(unit) for unit in found if "ours_s" in unit]
+
+
+def comparisons(model: Path, plan: OverheadPlan, llama_bench: Path) -> list[Comparison]:
+    """Everything that a plan compares, hops aside."""
+    found: list[Comparison] = []
+
+    def add(phase: str, name: str, sides: Callable[[], AbstractAsyncContextManager[Sides]], goal: bool = True) -> None:
+        asked = Goal("at least", plan.goal) if goal else None
+        found.append(Comparison(f"{phase}, {name}", plan.tokens[phase], plan.rounds[phase], asked, sides))
+
+    @asynccontextmanager
+    async def against_upstream(phase: str, threads: int) -> AsyncIterator[Sides]:
+        tokens, native = plan.tokens[phase], plan.context(phase, Numerics.NATIVE)
+        theirs = LlamaBench(llama_bench, build_info()["llama_cpp_commit"], model, native, threads)
+        async with open_pipeline(model, context=native, threads=threads) as pipeline:
+            yield _runs(pipeline, phase, tokens), partial(theirs.seconds, **{phase: tokens})
+
+    @asynccontextmanager
+    async def in_two_processes() -> AsyncIterator[Sides]:
+        tokens, native = plan.tokens["decode"], plan.context("decode", Numerics.NATIVE)
+        # A stage takes no batch longer than its context, and would not be the one that the route asks for.
+        native = evolve(native, n_ctx=max(native.n_ctx, native.n_batch))
+        with tempfile.TemporaryDirectory() as folder:
+            settings = asdict(native) | {"numerics": native.numerics.value}
+            file = write_route(Path(folder) / "route.toml", model, plan.split, **settings)
+            async with open_up(file), open_route(file) as two, open_pipeline(model, context=native) as whole:
+                yield _runs(two, "decode", tokens), _runs(whole, "decode", tokens)
+
+    @asynccontextmanager
+    async def of_numerics(phase: str) -> AsyncIterator[Sides]:
+        async with (
+            open_pipeline(model, context=plan.context(phase, Numerics.EXACT)) as exact,
+            open_pipeline(model, context=plan.context(phase, Numerics.NATIVE)) as native,
+        ):
+            yield _runs(exact, phase, plan.tokens[phase]), _runs(native, phase, plan.tokens[phase])
+
+    for threads in plan.threads:
+        for phase in ("prefill", "decode"):
+            words = f"one stage / llama-bench, {threads} thread{'s' * (threads > 1)}"
+            add(phase, words, partial(against_upstream, phase, threads))
+    add("decode", "two processes / whole, 1 thread each", in_two_processes)
+    for phase in ("prefill", "decode"):
+        add(phase, "exact / native numerics, 1 thread", partial(of_numerics, phase), goal=phase == "decode")
+    return found

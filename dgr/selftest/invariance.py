@@ -1,0 +1,425 @@
+"""The invariance suite: which weight and K-cache types give the same bits, however the same tokens are run.
+
+A small model per type (five layers: window-only, CSA and HCA, routed by token id and by router) runs one prompt in
+exact numerics as one batch, in chunks, token by token, beside other sequences, split into stages, and on more threads.
+Every row of logits must have the same bytes. A type that passes is exact on these kernels; ``dgr selftest numerics``
+records it.
+
+Weight types are run with an f16 K cache, K-cache types with f32 weights: the two never meet in one kernel.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, Literal
+
+from attrs import evolve, frozen
+
+from dgr.engine.base import ContextParams, LogitsWanted, Numerics, Work
+from dgr.engine.budget import available_cpus
+from dgr.engine.native import kernel_fingerprint
+from dgr.engine.numerics import Certificate
+from dgr.errors import DgrError, InputError, NonFinite
+from dgr.model.artifact import Artifact
+from dgr.model.ggml import GgmlType, parse_type
+from dgr.selftest.chain import Chain, cut_at, some_tokens
+from dgr.selftest.fixture import cached_fixture
+from dgr.selftest.fixture.presets import BLOCK_TYPES
+from dgr.selftest.llama_chain import open_chain
+
+__all__ = [
+    "ESSENTIAL",
+    "K_TYPES",
+    "THREADS_NOTE",
+    "WEIGHT_TYPES",
+    "Case",
+    "Report",
+    "Verdict",
+    "certificate",
+    "run_suite",
+    "select",
+]
+
+_COMMON = (GgmlType.F32, GgmlType.F16, GgmlType.BF16, GgmlType.Q8_0, GgmlType.MXFP4, GgmlType.Q4_K, GgmlType.Q6_K)
+#: Every weight type a model can be written in, the common ones first.
+WEIGHT_TYPES = tuple(kind.label for kind in (*_COMMON, *sorted(BLOCK_TYPES.difference(_COMMON))))
+#: K-cache types the engine knows.
+K_TYPES = ("f16", "f32", "q8_0")
+#: (kind, type) that must be exact, or dgr is broken on this machine.
+ESSENTIAL = (("weights", "f32"), ("k_cache", "f16"))
+
+#: SWA, SWA and CSA routed by token id; HCA and CSA routed by the router.
+_LAYERS = 5
+_CUT = 3
+#: n_ubatch sets the ring of raw K: 512 cells here, enough for the kernels that upstream takes from 512 keys on.
+_CONTEXT = ContextParams(n_ctx=1024, n_batch=1024, n_ubatch=256)
+#: Tokens for a weight type: more than 64 rows in a batch, more compressed rows than the indexer selects, an HCA block.
+_SHORT = 160
+#: Tokens for a K-cache type: the ring of raw K wraps, and there are several HCA blocks.
+_LONG = 544
+#: Tokens that end a threaded run one by one.
+_TAIL = 4
+#: A threaded run that takes this many times as long as a single thread has no core to itself: ggml's threads spin.
+_BUSY_FACTOR = 10.0
+_BUSY_SECONDS = 2.0
+#: Seconds after which no further type is run on several threads.
+_THREADS_BUDGET = 15.0
+
+#: How a note on types begins that were not run on several threads; other notes are on what was not run at all.
+THREADS_NOTE = "several threads"
+
+_upstream_log = logging.getLogger("dgr.llama_cpp")
+
+
+@frozen
+class Case:
+    """One type under test."""
+
+    kind: Literal["weights", "k_cache"]
+    #: The type, as :attr:`dgr.model.ggml.GgmlType.label` says it.
+    label: str
+
+    @property
+    def weights(self) -> str:
+        return self.label.lower() if self.kind == "weights" else "f32"
+
+    @property
+    def n_tokens(self) -> int:
+        return _SHORT if self.kind == "weights" else _LONG
+
+    @property
+    def chunks(self) -> tuple[int, ...]:
+        return (5, 1) if self.kind == "weights" else (64, 5, 1)
+
+    @property
+    def runs_without_flash(self) -> bool:
+        """Whether attention without the flash kernels is run too; upstream cannot with a quantised cache."""
+        return self.kind == "k_cache" and self.label in ("f16", "f32")
+
+    @property
+    def context(self) -> ContextParams:
+        return evolve(_CONTEXT, type_k=self.label if self.kind == "k_cache" else "f16")
+
+
+@frozen
+class Verdict:
+    """What the suite found for one type."""
+
+    case: Case
+    #: What differed from the prompt run as one batch; empty when the type is exact.
+    differences: tuple[str, ...]
+    #: Thread counts compared with one thread.
+    threads: tuple[int, ...]
+    seconds: float
+    #: Why it was not run to the end: no disk, no memory, no right. That says nothing about the kernels.
+    untested: str | None = None
+
+    @property
+    def exact(self) -> bool:
+        return not self.differences and self.untested is None
+
+    @property
+    def is_known(self) -> bool:
+        """Whether there is a verdict: bits differ, or everything was run and none does."""
+        return bool(self.differences) or self.untested is None
+
+
+@frozen
+class Report:
+    """The suite's findings on this machine."""
+
+    fingerprint: str
+    verdicts: tuple[Verdict, ...]
+    #: What was not tested, and why.
+    notes: tuple[str, ...]
+    seconds: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether the essential types that were to be tested are exact."""
+        return all(verdict.exact for verdict in self.verdicts if (verdict.case.kind, verdict.case.label) in ESSENTIAL)
+
+
+def select(types: Iterable[str] | None = None) -> tuple[Case, ...]:
+    """The cases for some types by name (all types by default); a name that is both a weight and a K type gives two."""
+    wanted = None if types is None else {parse_type(name).label for name in types}
+    known = [Case("k_cache", label) for label in K_TYPES] + [Case("weights", label) for label in WEIGHT_TYPES]
+    cases = tuple(case for case in known if wanted is None or case.label in wanted)
+    if wanted is not None and (missing := wanted - {case.label for case in cases}):
+        raise InputError(
+            f"no model can be written with weights of type {', '.join(sorted(missing))}; choose from"
+            f" {', '.join(WEIGHT_TYPES)}"
+        )
+    return cases
+
+
+# --- one way to run a prompt each -------------------------------------------------------------------------------------
+
+
+def beside_others(chain: Chain, tokens: Sequence[int]) -> bytes:
+    """The prompt in slot 1 between two others, of other lengths, that come and go; prefill and decode in one batch."""
+    other = list(reversed(tokens))
+    steps = ((1, 3, 0), (70, 1, 1), (1, 1, 64), (0, 5, 2), (0, 64, 1), (1, 1, 1), (2, 30, 7), (0, 1, 0))
+    at = [0, 0, 0]
+    rows = bytearray()
+    for step in itertools.cycle(steps):
+        batch = []
+        for slot, size in enumerate(step):
+            ids = (tokens if slot == 1 else other)[at[slot] : at[slot] + size]
+            if ids:
+                batch.append(Work(slot, at[slot], tuple(ids), logits=LogitsWanted.ALL))
+                at[slot] += len(ids)
+        for output in chain.run(batch):
+            if output.slot == 1 and output.logits is not None:
+                rows += output.logits
+        if at[1] == len(tokens):
+            return bytes(rows)
+    raise AssertionError("the steps go on forever")
+
+
+def in_pieces(chain: Chain, tokens: Sequence[int], tail: int = _TAIL) -> bytes:
+    """The prompt as one batch but for its last tokens, which follow one by one."""
+    head = len(tokens) - tail
+    return chain.feed(tokens[:head], chunk=head) + chain.feed(tokens[head:], chunk=1, begin=head)
+
+
+def difference(rows: bytes, reference: bytes, row_bytes: int) -> str | None:
+    """How rows of logits differ from the reference; None when they are the same bytes."""
+    if rows == reference:
+        return None
+    wrong = [
+        begin // row_bytes
+        for begin in range(0, len(reference), row_bytes)
+        if rows[begin : begin + row_bytes] != reference[begin : begin + row_bytes]
+    ]
+    return f"{len(wrong)} of {len(reference) // row_bytes} rows differ, the first at position {wrong[0]}"
+
+
+# --- the suite --------------------------------------------------------------------------------------------------------
+
+
+class _Chains:
+    """The chains that are open, so that all their runs can be ended at once from another thread."""
+
+    def __init__(self) -> None:
+        self.ended = False
+        self._open: list[Chain] = []
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def open(self, *arguments: Any, **options: Any) -> Iterator[Chain]:
+        """As :func:`~dgr.selftest.llama_chain.open_chain`, whatever the record says."""
+        with open_chain(*arguments, certified_only=False, **options) as chain:
+            with self._lock:
+                self._open.append(chain)
+                if self.ended:
+                    chain.engines[0].abort()
+            try:
+                yield chain
+            finally:
+                with self._lock:  # before the engines are freed
+                    self._open.remove(chain)
+
+    def end(self) -> None:
+        """Let every run in progress, and all later ones, fail."""
+        with self._lock:
+            self.ended = True
+            for chain in self._open:
+                for engine in chain.engines:
+                    engine.abort()
+
+
+class _Run:
+    """A case under way: the reference it is held against, and what differed."""
+
+    def __init__(self, case: Case, numerics: Numerics, chains: _Chains) -> None:
+        self.case = case
+        self._chains = chains
+        self.context = evolve(case.context, numerics=numerics)
+        self.differences: list[str] = []
+        self.untested: str | None = None
+        self.threads: list[int] = []
+        self.seconds = 0.0
+        self.single_seconds = 0.0
+        self.reference = b""
+        self._artifact: Artifact | None = None
+
+    @property
+    def artifact(self) -> Artifact:
+        if self._artifact is None:
+            self._artifact = Artifact.open(cached_fixture(self.case.weights, layers=_LAYERS))
+        return self._artifact
+
+    @property
+    def tokens(self) -> list[int]:
+        return some_tokens(self.case.n_tokens, self.artifact.hp.n_vocab)
+
+    def hold(self, what: str, rows: bytes, reference: bytes | None = None) -> None:
+        """Compare rows with the reference."""
+        differs = difference(rows, self.reference if reference is None else reference, 4 * self.artifact.hp.n_vocab)
+        if differs is not None:
+            self.differences.append(f"{what}: {differs}")
+
+    @contextmanager
+    def clocked(self) -> Iterator[None]:
+        """Count the time. What differs is a finding, and so are NaN and Inf; what could not be run is none."""
+        began = time.monotonic()
+        try:
+            yield
+        except NonFinite as error:
+            self.differences.append(str(error))
+        except (DgrError, OSError, MemoryError) as error:
+            self.untested = str(error) or type(error).__name__
+        finally:
+            self.seconds += time.monotonic() - began
+
+    def single_thread(self) -> None:
+        """Everything that needs one thread."""
+        with self.clocked():
+            tokens, ranges = self.tokens, cut_at(_LAYERS, (_CUT,))
+            with self._chains.open(self.artifact, None, self.context) as chain:
+                began = time.monotonic()
+                self.reference = chain.feed(tokens, chunk=len(tokens))
+                self.single_seconds = time.monotonic() - began
+                for chunk in self.case.chunks:
+                    chain.close()
+                    self.hold(f"chunks of {chunk}", chain.feed(tokens, chunk=chunk))
+            with self._chains.open(self.artifact, None, evolve(self.context, n_seq_max=3)) as chain:
+                self.hold("beside other sequences", beside_others(chain, tokens))
+            with self._chains.open(self.artifact, ranges, self.context) as chain:
+                self.hold(f"split at layer {_CUT}, chunks of 64", chain.feed(tokens, chunk=64))
+            if self.case.runs_without_flash:
+                self._without_flash(tokens)
+
+    def _without_flash(self, tokens: Sequence[int]) -> None:
+        """Without flash attention the numbers are others, and as steady."""
+        context = evolve(self.context, flash_attn=False)
+        with self._chains.open(self.artifact, None, context) as chain:
+            reference = chain.feed(tokens, chunk=len(tokens))
+            chain.close()
+            self.hold("without flash attention, chunks of 5", chain.feed(tokens, chunk=5), reference)
+            chain.close()
+            self.hold("without flash attention, single tokens", in_pieces(chain, tokens), reference)
+
+    def several_threads(self, threads: int) -> str | None:
+        """On several threads; says why there is no verdict when none came."""
+        limit = _BUSY_SECONDS + _BUSY_FACTOR * self.single_seconds
+        busy = threading.Event()
+        rows: bytes | None = None
+        with self.clocked(), self._chains.open(self.artifact, None, self.context, threads=threads) as chain:
+
+            def give_up() -> None:
+                busy.set()
+                _upstream_log.disabled = True  # the abort is ours; it is no warning to anybody
+                chain.engines[0].abort()
+
+            timer = threading.Timer(limit, give_up)
+            timer.start()
+            try:
+                rows = in_pieces(chain, self.tokens)
+            except DgrError:
+                if not busy.is_set():
+                    raise
+            finally:
+                timer.cancel()
+                timer.join()
+                _upstream_log.disabled = False
+        if rows is not None:
+            self.hold(f"{threads} threads", rows)
+            self.threads.append(threads)
+            return None
+        why, self.untested = self.untested, None  # what one thread found stands
+        return "the CPUs are busy" if busy.is_set() else why
+
+    def verdict(self) -> Verdict:
+        return Verdict(self.case, tuple(self.differences), tuple(self.threads), self.seconds, self.untested)
+
+
+def _run_threads(
+    runs: Sequence[_Run], n_cpus: int, finished: Callable[[Verdict], None], pool: ThreadPoolExecutor
+) -> list[str]:
+    """Run each case on several threads, alone on the machine; returns notes on what was left out.
+
+    In the pool: the main thread only waits, so that it hears an interrupt.
+    """
+    counts = [count for count in (2, 3) if count == 2 or count < n_cpus]
+    deadline = time.monotonic() + _THREADS_BUDGET
+    why = None if n_cpus >= 2 else "this process may use one CPU only"
+    skipped = []
+    for run in runs:
+        for threads in counts if run.reference and run.untested is None else ():
+            if why is None and time.monotonic() > deadline:
+                why = f"the types before them took over {_THREADS_BUDGET:.0f} s; the CPUs are busy"
+            if why is None:
+                why = pool.submit(run.several_threads, threads).result()
+            if why is not None:
+                skipped.append(run.case.label)
+                break
+        finished(run.verdict())
+    untested = [f"{_name(run.case)}: not tested: {run.untested}" for run in runs if run.untested is not None]
+    threads_of = ", ".join(dict.fromkeys(skipped))
+    return untested + ([f"{THREADS_NOTE}: not tested for {threads_of}: {why}"] if skipped else [])
+
+
+def run_suite(
+    types: Iterable[str] | None = None,
+    *,
+    workers: int | None = None,
+    finished: Callable[[Verdict], None] | None = None,
+    numerics: Numerics = Numerics.EXACT,
+) -> Report:
+    """Run the suite for some types (all by default); ``finished`` is called with every verdict.
+
+    ``workers``: cases run at a time (default: one per CPU, at most four). ``numerics`` other than exact shows what the
+    suite would find without the reference kernels.
+    """
+    began, n_cpus = time.monotonic(), available_cpus()
+    chains = _Chains()
+    runs = [_Run(case, numerics, chains) for case in select(types)]
+    with ThreadPoolExecutor(workers or min(n_cpus, 4)) as pool:
+        try:
+            for done in [pool.submit(run.single_thread) for run in runs]:
+                done.result()
+            notes = _run_threads(runs, n_cpus, finished or (lambda _: None), pool)
+        except BaseException:  # an interrupt: leaving the pool would wait for all that was submitted
+            _upstream_log.disabled = True
+            chains.end()
+            pool.shutdown(cancel_futures=True)
+            _upstream_log.disabled = False
+            raise
+    return Report(kernel_fingerprint(), tuple(run.verdict() for run in runs), tuple(notes), time.monotonic() - began)
+
+
+def certificate(report: Report, previous: Certificate | None = None) -> Certificate:
+    """The record of a report. Types it did not test, or not to the end, keep the verdict of ``previous``.
+
+    That counts only if it is of these kernels.
+    """
+    if previous is not None and previous.fingerprint != report.fingerprint:
+        previous = None
+    known = [verdict for verdict in report.verdicts if verdict.is_known]
+    tested = {(verdict.case.kind, verdict.case.label) for verdict in known}
+    exact = {(verdict.case.kind, verdict.case.label) for verdict in known if verdict.exact}
+    failures = {_name(verdict.case): "; ".join(verdict.differences) for verdict in known if verdict.differences}
+    if previous is not None:
+        exact |= {("weights", label) for label in previous.weight_types} - tested
+        exact |= {("k_cache", label) for label in previous.k_types} - tested
+        again = {_name(verdict.case) for verdict in known}
+        failures |= {name: text for name, text in previous.failures.items() if name not in again}
+    return Certificate(
+        report.fingerprint,
+        tuple(label for label in WEIGHT_TYPES if ("weights", label) in exact),
+        tuple(label for label in K_TYPES if ("k_cache", label) in exact),
+        failures,
+        report.notes,
+    )
+
+
+def _name(case: Case) -> str:
+    return f"{'weights' if case.kind == 'weights' else 'K cache'} {case.label}"
