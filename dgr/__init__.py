@@ -5,7 +5,7 @@
 #   cli       how people come in: one module per command group
 #   serving   optional ways in for programs: asyncio today
 #   selftest  tests of this machine, and the small models they run on
-#   runtime   trio actors: shard, session, supervisor, ledger, pipeline; every state table is in runtime/states
+#   runtime   trio actors: shard, session, supervisor, ledger, pipeline; every state table is in protocol/states
 #   wire      bytes on a link: the closed message union, the sans-I/O framer, links
 #   engine    the ShardEngine seam, and llama.cpp behind it; the only code that touches a pointer
 #   model     facts about the model and about routes: pure values
@@ -15,17 +15,17 @@
 
 from __future__ import annotations
 
+from dgr.artifact.artifact import Artifact
+from dgr.client.generation import GeneratedToken, Generation
+from dgr.client.pipeline import Pipeline, Timeouts, open_pipeline_on
+from dgr.client.session import ClientSession
+from dgr.cluster.local import LocalCluster, ShardPolicy, open_cluster, open_pipeline
+from dgr.cluster.remote import LinkPolicy, open_route
+from dgr.core.route import LayerRange, Route, StageRef
 from dgr.engine.base import ContextParams, Numerics, SamplingParams, ShardEngine
 from dgr.engine.llama import LlamaEngine
 from dgr.engine.vocab import LlamaVocabulary
 from dgr.errors import DgrError
-from dgr.model.artifact import Artifact
-from dgr.model.route import LayerRange, Route, StageRef
-from dgr.runtime.client import ClientSession
-from dgr.runtime.generation import GeneratedToken, Generation
-from dgr.runtime.local import LocalCluster, ShardPolicy, open_cluster, open_pipeline
-from dgr.runtime.pipeline import Pipeline, Timeouts, open_pipeline_on
-from dgr.runtime.remote import LinkPolicy, open_route
 
 __all__ = [
     "Artifact",

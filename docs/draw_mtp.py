@@ -17,9 +17,7 @@ sys.path.insert(0, str(HERE))
 
 from draw_states import comments, section  # noqa: E402 (found through the line above)
 
-from dgr.model.route import LayerRange, parse_split  # noqa: E402
-from dgr.model.state_map import ContextShape, state_map  # noqa: E402
-from dgr.model.v4 import V4_FLASH  # noqa: E402
+from dgr.core.route import LayerRange, parse_split  # noqa: E402
 from dgr.testing.mtp_contract import messages  # noqa: E402
 from dgr.testing.mtp_contract.ownership import (  # noqa: E402
     CROSSINGS,
@@ -31,6 +29,8 @@ from dgr.testing.mtp_contract.ownership import (  # noqa: E402
     plane_bytes,
 )
 from dgr.testing.mtp_contract.states import MACHINES  # noqa: E402
+from dgr.v4.hyper_parameters import V4_FLASH  # noqa: E402
+from dgr.v4.state_map import ContextShape, state_map  # noqa: E402
 
 PAGE = HERE / "mtp-contract.md"
 ANCHORS = HERE.parent / "vendor" / "llama.cpp" / "mtp_anchors.toml"

@@ -9,8 +9,8 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from dgr.model.machines import Table
-from dgr.runtime.states import MACHINES
+from dgr.core.state_machine import Table
+from dgr.protocol.states import MACHINES
 
 PAGE = Path(__file__).with_name("state-machines.md")
 #: What each machine is the state of.
@@ -23,7 +23,7 @@ TITLES = {
 INTRODUCTION = """\
 # State machines
 
-Drawn from the tables in `dgr/runtime/states.py` by `docs/draw_states.py`; a test keeps this page up to date. A pair of state
+Drawn from the tables in `dgr/protocol/states.py` by `docs/draw_states.py`; a test keeps this page up to date. A pair of state
 and event that is not in the table is refused with `InvalidTransition`: it would be a defect of the runtime.
 """
 

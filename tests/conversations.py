@@ -7,9 +7,9 @@ from contextlib import asynccontextmanager
 from functools import lru_cache
 
 from dgr import GeneratedToken, Generation
+from dgr.client.events import so_far
 from dgr.engine.base import ContextParams, LogitsWanted, SamplingParams, Work
-from dgr.runtime.events import so_far
-from dgr.runtime.shard import Shard
+from dgr.stage.shard import Shard
 from dgr.testing.engines.fake import FakeEngine
 
 

@@ -10,10 +10,10 @@ from contextlib import asynccontextmanager
 import msgspec
 import trio
 
+from dgr.client.control_links import Connector
+from dgr.core.prefix import PrefixDigest
 from dgr.engine.base import EngineDescription
-from dgr.model.prefix import PrefixDigest
-from dgr.runtime.shard import limits_of
-from dgr.runtime.switchboard import Connector
+from dgr.stage.shard import limits_of
 from dgr.wire import frames, memory_transports
 from dgr.wire.framing import Framer, Limits
 from dgr.wire.links import Link, open_link

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
+from dgr.core.outputs import write_file
 from dgr.errors import InputError
-from dgr.model.outputs import write_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes as Axes

@@ -17,8 +17,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from dgr.core.outputs import write_file
 from dgr.errors import InputError
-from dgr.model.outputs import write_file
 from dgr_bench.environment import Environment, Load, environment, load_now
 from dgr_bench.verdicts import Check
 

@@ -29,13 +29,13 @@ from dgr import (
     open_cluster,
     open_pipeline_on,
 )
+from dgr.cluster.local import load_engines
+from dgr.core.prefix import PrefixDigest
+from dgr.core.route import parse_split
 from dgr.engine.base import ComponentFrontier, LogitsWanted, Work
 from dgr.errors import NonFinite
-from dgr.model.prefix import PrefixDigest
-from dgr.model.route import parse_split
-from dgr.runtime.local import load_engines
-from dgr.runtime.shard import Shard
 from dgr.selftest.chain import cut_at, pieces
+from dgr.stage.shard import Shard
 from dgr.wire import frames
 from dgr.wire.frames import ComponentState
 from dgr.wire.nurseries import open_nursery

@@ -12,9 +12,9 @@ import trio
 from dgr.cli.options import add_link_arguments, link_policy_of
 from dgr.cli.progress import progress_bar
 from dgr.cli.streams import print_json
-from dgr.model.route_file import read_route_file
-from dgr.model.units import human_bytes
-from dgr.runtime.doctor import RouteReport, examine
+from dgr.cluster.doctor import RouteReport, examine
+from dgr.cluster.route_file import read_route_file
+from dgr.core.units import human_bytes
 from dgr.text import one_line
 
 __all__ = ["register", "run"]

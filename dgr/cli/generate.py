@@ -15,16 +15,16 @@ import trio
 from dgr.cli.options import add_link_arguments, add_model_arguments, context_of, link_policy_of
 from dgr.cli.progress import Activity, progress_bar, say_above
 from dgr.cli.streams import print_json, read_prompt
+from dgr.client.events import Event, PrefillProgress, RouteChanged, so_far
+from dgr.client.generation import GeneratedToken
+from dgr.client.pipeline import Pipeline, Timeouts
+from dgr.cluster.local import open_pipeline
+from dgr.cluster.remote import open_route
+from dgr.cluster.route_file import read_route_file
+from dgr.core.units import human_bytes
 from dgr.engine.base import SamplingParams
 from dgr.errors import InputError
-from dgr.model.route_file import read_route_file
-from dgr.model.units import human_bytes
-from dgr.runtime.events import Event, PrefillProgress, RouteChanged, so_far
-from dgr.runtime.generation import GeneratedToken
-from dgr.runtime.local import open_pipeline
-from dgr.runtime.pipeline import Pipeline, Timeouts
-from dgr.runtime.remote import open_route
-from dgr.runtime.shard import Shard
+from dgr.stage.shard import Shard
 from dgr.wire.nurseries import open_nursery
 
 __all__ = ["logits_digest", "register", "run"]

@@ -7,17 +7,17 @@ from typing import Any
 
 import attrs
 
+from dgr.artifact.artifact import Artifact
 from dgr.cli.inspect_identity import show_cuts, show_identity
 from dgr.cli.progress import progress_bar
 from dgr.cli.streams import print_json
 from dgr.cli.tables import layer_runs, render_table
+from dgr.core.route import LayerRange
+from dgr.core.units import human_bytes
 from dgr.errors import InputError
-from dgr.model.artifact import Artifact
-from dgr.model.mtp import CONTRACT, RESERVED
-from dgr.model.route import LayerRange
-from dgr.model.state_map import ContextShape, StateMap, state_map
-from dgr.model.units import human_bytes
-from dgr.model.v4 import V4_FLASH, HyperParameters
+from dgr.v4.hyper_parameters import V4_FLASH, HyperParameters
+from dgr.v4.mtp import CONTRACT, RESERVED
+from dgr.v4.state_map import ContextShape, StateMap, state_map
 
 __all__ = ["register", "run"]
 

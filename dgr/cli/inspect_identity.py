@@ -7,21 +7,21 @@ from typing import Any
 
 import attrs
 
+from dgr.artifact.artifact import Artifact
+from dgr.artifact.manifest import Manifest, encode_manifest
+from dgr.artifact.slice_metadata import manifest_path
 from dgr.cli.progress import progress_bar
 from dgr.cli.streams import json_line, print_json
 from dgr.cli.summary import print_beside
 from dgr.cli.tables import layer_runs, render_table
+from dgr.core.outputs import write_file
+from dgr.core.route import LayerRange
+from dgr.core.targets import find_target
 from dgr.engine.llama import ADAPTER
 from dgr.engine.native import build_info, kernel_fingerprint, runtime_version
 from dgr.errors import ArtifactError
-from dgr.model.artifact import Artifact
-from dgr.model.cuts import restrictions, valid_cuts
-from dgr.model.manifest import Manifest, encode_manifest
-from dgr.model.outputs import write_file
-from dgr.model.route import LayerRange
-from dgr.model.shares import manifest_path
-from dgr.model.targets import find_target
-from dgr.model.v4 import HyperParameters
+from dgr.v4.cuts import restrictions, valid_cuts
+from dgr.v4.hyper_parameters import HyperParameters
 from dgr.wire.frames import SCHEMA_HASH, SCHEMA_VERSION
 
 __all__ = ["show_cuts", "show_identity"]

@@ -14,10 +14,10 @@ from dgr.cli.options import add_model_arguments, context_of
 from dgr.cli.progress import Activity, progress_bar
 from dgr.cli.streams import json_line
 from dgr.cli.summary import print_beside
+from dgr.cluster.local import open_pipeline
+from dgr.core.outputs import writing
+from dgr.core.targets import Target, find_target
 from dgr.errors import InputError, WireError
-from dgr.model.outputs import writing
-from dgr.model.targets import Target, find_target
-from dgr.runtime.local import open_pipeline
 
 __all__ = ["read_tokens", "register", "run"]
 

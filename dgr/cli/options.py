@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from dgr.cluster.remote import LinkPolicy
 from dgr.engine.base import ContextParams, Numerics
 from dgr.errors import InputError
-from dgr.model.mtp import CONTRACT, not_executable
-from dgr.runtime.remote import LinkPolicy
+from dgr.v4.mtp import CONTRACT, not_executable
 from dgr.wire.tcp import Credentials
 
 __all__ = [

@@ -6,21 +6,21 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from dgr.artifact.artifact import Artifact
+from dgr.artifact.plan import Plan, check_fits, costs_of, refine
 from dgr.cli.progress import progress_bar
 from dgr.cli.streams import print_json
 from dgr.cli.tables import render_table
+from dgr.cluster.route_file import RouteFile, format_route_file
+from dgr.core.outputs import write_file
+from dgr.core.route import LayerRange, Route, StageRef
+from dgr.core.targets import find_target
+from dgr.core.units import human_bytes
 from dgr.engine.base import ContextParams, Numerics
 from dgr.engine.budget import parse_budget
 from dgr.engine.llama import estimate_memory
 from dgr.errors import InputError
-from dgr.model.artifact import Artifact
-from dgr.model.outputs import write_file
-from dgr.model.plan import Plan, check_fits, costs_of, refine
-from dgr.model.route import LayerRange, Route, StageRef
-from dgr.model.route_file import RouteFile, format_route_file
-from dgr.model.state_map import ContextShape
-from dgr.model.targets import find_target
-from dgr.model.units import human_bytes
+from dgr.v4.state_map import ContextShape
 
 __all__ = ["register", "run"]
 

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from dgr.model.units import human_bytes
+from dgr.core.units import human_bytes
 
 __all__ = ["Activity", "progress_bar", "say_above", "silent_bar"]
 

@@ -7,10 +7,10 @@ from typing import Any
 
 from dgr.cli.progress import progress_bar, say_above
 from dgr.cli.streams import print_json, tell
+from dgr.core.host import available_cpus
 from dgr.engine.native import kernel_fingerprint
 from dgr.engine.numerics import Certificate, load_certificate, record_certificate, record_target
 from dgr.errors import InputError
-from dgr.model.host import available_cpus
 from dgr.selftest.invariance import THREADS_NOTE, Report, Verdict, certificate, run_suite
 
 __all__ = ["register", "run"]

@@ -7,14 +7,14 @@ from typing import Any
 
 import attrs
 
+from dgr.artifact.artifact import Artifact
+from dgr.artifact.slicing import write_slice
 from dgr.cli.progress import progress_bar
 from dgr.cli.streams import json_line
 from dgr.cli.summary import print_beside
-from dgr.model.artifact import Artifact
-from dgr.model.route import LayerRange
-from dgr.model.slicing import write_slice
-from dgr.model.targets import find_target
-from dgr.model.units import human_bytes
+from dgr.core.route import LayerRange
+from dgr.core.targets import find_target
+from dgr.core.units import human_bytes
 
 __all__ = ["register", "run"]
 

@@ -14,17 +14,17 @@ from typing import Any
 
 import trio
 
+from dgr.artifact.artifact import Artifact
 from dgr.cli.options import add_context_arguments, add_link_arguments, context_of, link_policy_of
 from dgr.cli.progress import progress_bar, silent_bar
 from dgr.cli.streams import print_json
+from dgr.cluster.remote import StageServer
+from dgr.core.route import LayerRange
+from dgr.core.units import human_bytes
 from dgr.engine.budget import check_budget, parse_budget
 from dgr.engine.llama import LlamaEngine, estimate_memory
 from dgr.errors import InputError
-from dgr.model.artifact import Artifact
-from dgr.model.route import LayerRange
-from dgr.model.units import human_bytes
-from dgr.runtime.remote import StageServer
-from dgr.runtime.shard import LEAST_IDLE, open_shard
+from dgr.stage.shard import LEAST_IDLE, open_shard
 from dgr.wire.nurseries import open_nursery
 from dgr.wire.tcp import listen
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from dgr.model.targets import Target
+from dgr.core.targets import Target
 
 __all__ = ["print_beside"]
 

@@ -11,17 +11,17 @@ from typing import Any
 
 import trio
 
+from dgr.artifact.artifact import Artifact
 from dgr.cli.children import flags_of, python_module, spelled_out
 from dgr.cli.exit_codes import BAD_INPUT, FAILED
 from dgr.cli.options import add_link_arguments, add_reserved_arguments, link_policy_of
 from dgr.cli.progress import Activity, progress_bar, say_above
 from dgr.cli.streams import json_line, tell
+from dgr.cluster.remote import LinkPolicy
+from dgr.cluster.route_file import RouteFile, read_route_file
+from dgr.core.route import StageRef
 from dgr.engine.budget import available_cpus
 from dgr.errors import InputError, InvalidRoute
-from dgr.model.artifact import Artifact
-from dgr.model.route import StageRef
-from dgr.model.route_file import RouteFile, read_route_file
-from dgr.runtime.remote import LinkPolicy
 from dgr.wire.nurseries import open_nursery
 from dgr.wire.tcp import is_loopback, parse_address
 

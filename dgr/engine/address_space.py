@@ -5,8 +5,8 @@ from __future__ import annotations
 import mmap
 import resource
 
+from dgr.core.units import human_bytes
 from dgr.errors import BudgetExceeded
-from dgr.model.units import human_bytes
 
 __all__ = ["has_address_limit", "require_address_space"]
 

@@ -13,8 +13,8 @@ from typing import Protocol, runtime_checkable
 
 from attrs import field, frozen
 
-from dgr.model.arguments import flag, member, text, whole
-from dgr.model.route import LayerRange
+from dgr.core.arguments import flag, member, text, whole
+from dgr.core.route import LayerRange
 
 __all__ = [
     "ComponentFrontier",

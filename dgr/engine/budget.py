@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from dgr.core.host import available_cpus, usable_memory
+from dgr.core.units import human_bytes
 from dgr.engine.base import MemoryReport
 from dgr.errors import BudgetExceeded, InputError
-from dgr.model.host import available_cpus, usable_memory
-from dgr.model.units import human_bytes
 
 __all__ = ["available_cpus", "check_budget", "parse_budget"]
 
@@ -20,7 +20,7 @@ _SHARE = re.compile(r"(\d+(?:\.\d+)?)\s*%")
 
 
 def parse_budget(text: str | int) -> int:
-    """Bytes of a budget: a number, ``24GiB``, or ``50%`` of the memory that this process may use (:mod:`dgr.model.host`)."""
+    """Bytes of a budget: a number, ``24GiB``, or ``50%`` of the memory that this process may use (:mod:`dgr.core.host`)."""
     size: float
     if isinstance(text, int):
         size = text

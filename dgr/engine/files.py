@@ -5,7 +5,7 @@ It is the artifact's own file, or stand-ins where the loader asks for too much.
 The loader opens every part of a multi-part model, counts their tensors and looks at their shapes, though a stage reads
 only its own. Where parts are elsewhere, it gets a folder with links to the parts that are here and, for the others, headers
 that declare their tensors over a hole. It skips them unread: that no tensor of the range is among them is made sure by
-:meth:`~dgr.model.artifact.Artifact.check`.
+:meth:`~dgr.artifact.artifact.Artifact.check`.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from dgr.artifact.artifact import Artifact
+from dgr.artifact.parts import SPLIT_COUNT, SPLIT_NO, SPLIT_TENSORS, part_name
+from dgr.core.outputs import removed_on_signals
+from dgr.core.route import LayerRange
 from dgr.engine.address_space import require_address_space
 from dgr.engine.native import Native
 from dgr.errors import ArtifactError
-from dgr.model.artifact import Artifact
-from dgr.model.gguf import MetaValue, ValueType
-from dgr.model.gguf_write import TensorForm, lay_out, u16
-from dgr.model.outputs import removed_on_signals
-from dgr.model.parts import SPLIT_COUNT, SPLIT_NO, SPLIT_TENSORS, part_name
-from dgr.model.route import LayerRange
-from dgr.model.tokenizer import has_tokenizer
+from dgr.gguf.reader import MetaValue, ValueType
+from dgr.gguf.writer import TensorForm, lay_out, u16
+from dgr.v4.tokenizer import has_tokenizer
 
 __all__ = ["open_stage", "open_vocabulary"]
 

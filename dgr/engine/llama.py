@@ -11,6 +11,9 @@ from typing import Any
 
 from attrs import evolve
 
+from dgr.artifact.artifact import Artifact
+from dgr.core.arguments import check_flag, check_whole
+from dgr.core.route import LayerRange
 from dgr.engine.address_space import has_address_limit
 from dgr.engine.base import (
     ComponentFrontier,
@@ -29,12 +32,9 @@ from dgr.engine.files import open_stage
 from dgr.engine.native import Native, NativeHandle, default_native, kernel_fingerprint, runtime_version
 from dgr.engine.numerics import require_certified
 from dgr.errors import EngineError, InputError
-from dgr.model.arguments import check_flag, check_whole
-from dgr.model.artifact import Artifact
-from dgr.model.mtp import CAPABILITY, RESERVED, refuse_value
-from dgr.model.route import LayerRange
-from dgr.model.state_map import Component
-from dgr.model.v4 import ARCHITECTURE
+from dgr.v4.hyper_parameters import ARCHITECTURE
+from dgr.v4.mtp import CAPABILITY, RESERVED, refuse_value
+from dgr.v4.state_map import Component
 
 __all__ = ["ADAPTER", "MOST_THREADS", "LlamaEngine", "draw_seed", "estimate_memory"]
 

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import msgspec
 
+from dgr.core.cache_dir import cache_dir
+from dgr.core.outputs import write_file
+from dgr.core.targets import Target, find_target
 from dgr.engine.native import kernel_fingerprint
 from dgr.errors import InputError, NumericsRefused
-from dgr.model.cache import cache_dir
-from dgr.model.outputs import write_file
-from dgr.model.targets import Target, find_target
 
 __all__ = ["Certificate", "cache_dir", "load_certificate", "record_certificate", "record_target", "require_certified"]
 

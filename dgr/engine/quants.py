@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dgr.engine.native import default_native
-from dgr.model.ggml import GgmlType
+from dgr.gguf.types import GgmlType
 
 __all__ = ["dequantize"]
 

@@ -6,10 +6,10 @@ import operator
 from pathlib import Path
 from typing import Any, SupportsIndex
 
+from dgr.artifact.artifact import Artifact
 from dgr.engine.files import open_vocabulary
 from dgr.engine.native import NativeHandle, default_native
 from dgr.errors import EngineError, InputError, InvalidToken
-from dgr.model.artifact import Artifact
 
 __all__ = ["LlamaVocabulary"]
 

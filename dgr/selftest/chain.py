@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 
 from attrs import evolve
 
+from dgr.core.route import LayerRange
 from dgr.engine.base import Frontier, LogitsWanted, Output, SamplingParams, ShardEngine, Work
 from dgr.errors import NonFinite
-from dgr.model.route import LayerRange
 
 __all__ = ["Chain", "cut_at", "pieces", "some_tokens"]
 

@@ -21,13 +21,13 @@ from typing import Any, Literal
 
 from attrs import evolve, frozen
 
+from dgr.artifact.artifact import Artifact
 from dgr.engine.base import ContextParams, LogitsWanted, Numerics, Work
 from dgr.engine.budget import available_cpus
 from dgr.engine.native import kernel_fingerprint
 from dgr.engine.numerics import Certificate
 from dgr.errors import DgrError, InputError, NonFinite
-from dgr.model.artifact import Artifact
-from dgr.model.ggml import GgmlType, parse_type
+from dgr.gguf.types import GgmlType, parse_type
 from dgr.selftest.chain import Chain, cut_at, some_tokens
 from dgr.selftest.fixture import cached_fixture
 from dgr.selftest.fixture.presets import BLOCK_TYPES
@@ -82,7 +82,7 @@ class Case:
     """One type under test."""
 
     kind: Literal["weights", "k_cache"]
-    #: The type, as :attr:`dgr.model.ggml.GgmlType.label` says it.
+    #: The type, as :attr:`dgr.gguf.types.GgmlType.label` says it.
     label: str
 
     @property

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from dgr.artifact.artifact import Artifact
+from dgr.core.route import LayerRange, parse_split
 from dgr.engine.base import ContextParams
 from dgr.engine.llama import LlamaEngine
-from dgr.model.artifact import Artifact
-from dgr.model.route import LayerRange, parse_split
 from dgr.selftest.chain import Chain
 
 __all__ = ["open_chain"]

@@ -28,14 +28,14 @@ from typing import Any
 
 import trio
 
+from dgr.client.events import KEPT_EVENTS, Event
+from dgr.client.generation import GeneratedToken, Generation
+from dgr.client.pipeline import Pipeline, PipelineStatistics
+from dgr.client.session import ClientSession
+from dgr.cluster.local import open_pipeline as open_trio_pipeline
+from dgr.core.route import LayerRange, Route
 from dgr.engine.base import SamplingParams
 from dgr.errors import SessionBusy
-from dgr.model.route import LayerRange, Route
-from dgr.runtime.client import ClientSession
-from dgr.runtime.events import KEPT_EVENTS, Event
-from dgr.runtime.generation import GeneratedToken, Generation
-from dgr.runtime.local import open_pipeline as open_trio_pipeline
-from dgr.runtime.pipeline import Pipeline, PipelineStatistics
 from dgr.serving.bridge import Bridge, Hold
 from dgr.wire.nurseries import open_nursery
 
@@ -50,7 +50,7 @@ __all__ = [
 
 
 class EmbeddedGeneration:
-    """The tokens of one answer; see :class:`~dgr.runtime.generation.Generation`.
+    """The tokens of one answer; see :class:`~dgr.client.generation.Generation`.
 
     Dropping it, or cancelling a wait in it, keeps the session; iterating goes on without a gap. After another turn has
     begun it still has the token that was drawn as a wait was cancelled, if there was one, and then raises
@@ -71,7 +71,7 @@ class EmbeddedGeneration:
 
     @property
     def tail(self) -> str:
-        """Text that no token carried, at the end; see :class:`~dgr.runtime.generation.Generation`."""
+        """Text that no token carried, at the end; see :class:`~dgr.client.generation.Generation`."""
         return self._generation.tail
 
     def __aiter__(self) -> EmbeddedGeneration:
@@ -102,7 +102,7 @@ async def _next(generation: Generation) -> GeneratedToken | None:
 
 
 class EmbeddedSession:
-    """A conversation; see :class:`~dgr.runtime.client.ClientSession`."""
+    """A conversation; see :class:`~dgr.client.session.ClientSession`."""
 
     def __init__(self, pipeline: EmbeddedPipeline, block: object, session: ClientSession) -> None:
         self._owner = pipeline, block
@@ -197,7 +197,7 @@ async def _subscribe(bridge: Bridge, pipeline: Pipeline) -> AsyncIterator[asynci
 
 
 class EmbeddedPipeline:
-    """A pipeline; see :class:`~dgr.runtime.pipeline.Pipeline`."""
+    """A pipeline; see :class:`~dgr.client.pipeline.Pipeline`."""
 
     def __init__(self, bridge: Bridge, block: object, pipeline: Pipeline) -> None:
         self._owner = block

@@ -14,14 +14,14 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
-from dgr.model.artifact import Artifact
-from dgr.model.ggml import GgmlType
-from dgr.model.gguf import MetaArray, MetaValue, ValueType, read_gguf
-from dgr.model.gguf_write import u32
-from dgr.model.manifest import encode_manifest
-from dgr.model.route import LayerRange
-from dgr.model.shares import MANIFEST_KEY
-from dgr.model.slicing import write_slice
+from dgr.artifact.artifact import Artifact
+from dgr.artifact.manifest import encode_manifest
+from dgr.artifact.slice_metadata import MANIFEST_KEY
+from dgr.artifact.slicing import write_slice
+from dgr.core.route import LayerRange
+from dgr.gguf.reader import MetaArray, MetaValue, ValueType, read_gguf
+from dgr.gguf.types import GgmlType
+from dgr.gguf.writer import u32
 from dgr.selftest.fixture.edit import edit_gguf, write_in_parts
 from dgr.selftest.fixture.metadata import strings
 from dgr.selftest.fixture.writer import write_fixture

@@ -23,17 +23,17 @@ from pathlib import Path
 import msgspec
 from attrs import frozen
 
+from dgr.artifact.artifact import Artifact
+from dgr.artifact.slicing import write_slice
 from dgr.cli.children import python_module
+from dgr.core.route import LayerRange
 from dgr.engine.base import ContextParams, Work
 from dgr.engine.llama import LlamaEngine, estimate_memory
 from dgr.engine.vocab import LlamaVocabulary
 from dgr.errors import DgrError
-from dgr.model import metadata
-from dgr.model.artifact import Artifact
-from dgr.model.gguf import MetaArray, MetaValue
-from dgr.model.route import LayerRange
-from dgr.model.slicing import write_slice
+from dgr.gguf.reader import MetaArray, MetaValue
 from dgr.testing.file_damage import DIRECTED, damaged_files, write_whole_files
+from dgr.v4 import metadata
 
 __all__ = ["DOORS", "Finding", "Report", "fuzz"]
 

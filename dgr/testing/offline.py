@@ -12,10 +12,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+from dgr.client.pipeline import Pipeline, open_pipeline_on
+from dgr.cluster.local import LocalCluster, ShardPolicy, open_cluster
+from dgr.core.route import LayerRange, Route, StageRef, parse_split
 from dgr.engine.base import ContextParams
-from dgr.model.route import LayerRange, Route, StageRef, parse_split
-from dgr.runtime.local import LocalCluster, ShardPolicy, open_cluster
-from dgr.runtime.pipeline import Pipeline, open_pipeline_on
 from dgr.testing.engines.fake import FakeEngine, FakeModel, FakeVocabulary
 
 __all__ = ["Offline", "open_fake_pipeline"]

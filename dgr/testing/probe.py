@@ -12,13 +12,13 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+from dgr.artifact.artifact import Artifact
+from dgr.core.route import LayerRange
 from dgr.engine.base import ContextParams
 from dgr.engine.llama import LlamaEngine
 from dgr.engine.native import Native
 from dgr.errors import InputError
-from dgr.model.artifact import Artifact
-from dgr.model.route import LayerRange
-from dgr.model.state_map import Component, ContextShape, StateMap, state_map
+from dgr.v4.state_map import Component, ContextShape, StateMap, state_map
 
 __all__ = ["ProbedEngine", "probe_native", "split_text"]
 

@@ -16,9 +16,9 @@ from typing import Any
 import trio
 import trio.testing
 
+from dgr.core.prefix import PrefixDigest
+from dgr.core.route import Route, StageRef
 from dgr.errors import DgrError, SessionLost
-from dgr.model.prefix import PrefixDigest
-from dgr.model.route import Route, StageRef
 from dgr.wire import Link, frames
 from dgr.wire.frames import Expectation, Key
 from dgr.wire.nurseries import open_nursery

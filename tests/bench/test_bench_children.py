@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dgr import Artifact, ContextParams
-from dgr.model.route import parse_split
+from dgr.core.route import parse_split
 from dgr.testing.network.processes import ProgramEnded, open_program
 from dgr_bench.certify.resident import resident_with
 from dgr_bench.overhead.echo import open_echo

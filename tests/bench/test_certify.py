@@ -15,8 +15,8 @@ import trio
 from attrs import evolve
 
 from dgr import Artifact, Numerics
+from dgr.core.route import parse_split
 from dgr.errors import InputError
-from dgr.model.route import parse_split
 from dgr.selftest.fixture.cached import cached_fixture
 from dgr_bench import benchmark
 from dgr_bench.certify.mutants import PROFILE

@@ -14,8 +14,8 @@ import msgspec
 import pytest
 import trio
 
+from dgr.core.route import LayerRange, Route, StageRef
 from dgr.errors import LinkBroken
-from dgr.model.route import LayerRange, Route, StageRef
 from dgr.testing.network.processes import ProgramEnded, is_gone, open_program
 from dgr.testing.network.proxy import open_proxies
 from dgr_bench import benchmark

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from dgr.errors import InputError
-from dgr.model.state_map import ContextShape
+from dgr.v4.state_map import ContextShape
 from dgr_bench.certify.profiles import PROFILES, Chunking, profile_of
 
 #: Certificates name these. Whoever changes a profile gives it another name.

@@ -41,8 +41,8 @@ def test_only_public_names(path: Path):
 @pytest.mark.parametrize(
     "source",
     [
-        "from dgr.runtime.local import _check_fits",
-        "from dgr.runtime.client import Answer",
+        "from dgr.cluster.local import _check_fits",
+        "from dgr.client.session import Answer",
         "def f(link): link._credit = 1",
     ],
 )

@@ -7,7 +7,7 @@ import subprocess
 
 from attrs import frozen
 
-from dgr.model.route import LayerRange, StageRef
+from dgr.core.route import LayerRange, StageRef
 
 #: The context of every stage here, but where a test says otherwise.
 CONTEXT = ("--ctx", "256", "--batch", "32", "--ubatch", "32")

@@ -13,8 +13,8 @@ import pytest
 from commands import CONTEXT, Result, Stage
 
 from dgr.cli import main
-from dgr.model.route import Route, StageRef
-from dgr.model.route_file import RouteFile, format_route_file
+from dgr.cluster.route_file import RouteFile, format_route_file
+from dgr.core.route import Route, StageRef
 
 
 @pytest.fixture

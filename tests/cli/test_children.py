@@ -20,9 +20,9 @@ import dgr.cli.up
 from dgr.cli.children import python_module
 from dgr.cli.main import _parser
 from dgr.cli.up import _keep, stage_command
-from dgr.model.route import LayerRange, Route, StageRef
-from dgr.model.route_file import RouteFile
-from dgr.runtime.remote import LinkPolicy
+from dgr.cluster.remote import LinkPolicy
+from dgr.cluster.route_file import RouteFile
+from dgr.core.route import LayerRange, Route, StageRef
 from dgr.wire.tcp import Credentials
 
 REF = StageRef("127.0.0.1:7701", LayerRange(0, 7))

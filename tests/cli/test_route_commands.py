@@ -11,9 +11,9 @@ import pytest
 from attrs import evolve, frozen
 from commands import Result, Stage
 
+from dgr.artifact.artifact import Artifact
 from dgr.cli import generate
-from dgr.model.artifact import Artifact
-from dgr.model.route import LayerRange, StageRef
+from dgr.core.route import LayerRange, StageRef
 
 PROMPT = ("--prompt", "The quick brown fox", "-n", "8")
 CONTEXT = {"n_ctx": 256, "n_batch": 32, "n_ubatch": 32, "n_seq_max": 4}

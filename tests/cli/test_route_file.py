@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from dgr.cluster.route_file import RouteFile, format_route_file, read_route_file
+from dgr.core.route import LayerRange, Route, StageRef
 from dgr.errors import InvalidRoute
-from dgr.model.route import LayerRange, Route, StageRef
-from dgr.model.route_file import RouteFile, format_route_file, read_route_file
 
 STAGE = '[[stage]]\naddress = "10.0.0.1:7701"\nlayers = "0:22"\n'
 WHOLE = f"""

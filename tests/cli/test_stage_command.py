@@ -17,13 +17,13 @@ from commands import CONTEXT, Stage
 
 import dgr.cli.stage
 import dgr.cli.up
+from dgr.artifact.artifact import Artifact
 from dgr.cli import main
 from dgr.cli.options import add_link_arguments, link_policy_of
 from dgr.cli.up import stage_command
-from dgr.model.artifact import Artifact
-from dgr.model.route import LayerRange, StageRef
-from dgr.model.route_file import read_route_file
-from dgr.runtime.remote import LinkPolicy
+from dgr.cluster.remote import LinkPolicy
+from dgr.cluster.route_file import read_route_file
+from dgr.core.route import LayerRange, StageRef
 from dgr.wire.tcp import Credentials
 
 LISTEN = ("--listen", "127.0.0.1:0")

@@ -26,9 +26,9 @@ from dgr.cli import progress, streams
 from dgr.cli.exit_codes import exit_code
 from dgr.cli.main import _parser, main
 from dgr.cli.up import _Reporter
+from dgr.core.route import LayerRange, StageRef
 from dgr.engine.numerics import Certificate
 from dgr.errors import ArtifactError, DgrError, EngineError, InputError, LinkBroken
-from dgr.model.route import LayerRange, StageRef
 
 Command = Callable[[Path, Path], list[object]]
 

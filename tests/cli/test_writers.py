@@ -23,8 +23,8 @@ from commands import Result
 import dgr.cli.fixture
 import dgr.cli.logits
 import dgr.cli.plan
+from dgr.artifact.artifact import Artifact
 from dgr.errors import WireError
-from dgr.model.artifact import Artifact
 from dgr.testing.limits import limited_files
 from dgr.testing.waits import until
 

@@ -12,12 +12,12 @@ import trio
 from attrs import frozen
 
 import dgr
+from dgr.artifact.artifact import Artifact
+from dgr.client.pipeline import Pipeline
+from dgr.client.session import ClientSession
+from dgr.cluster.local import LocalCluster, ShardPolicy
+from dgr.core.route import Route, StageRef, parse_split
 from dgr.engine.base import ContextParams, ShardEngine
-from dgr.model.artifact import Artifact
-from dgr.model.route import Route, StageRef, parse_split
-from dgr.runtime.client import ClientSession
-from dgr.runtime.local import LocalCluster, ShardPolicy
-from dgr.runtime.pipeline import Pipeline
 from dgr.testing.probe import ProbedEngine
 
 

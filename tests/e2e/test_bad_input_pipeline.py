@@ -19,7 +19,7 @@ from dgr.errors import (
     NonFinite,
     UnsupportedModel,
 )
-from dgr.runtime.states import ClientState
+from dgr.protocol.states import ClientState
 from dgr.testing.engines.mutants import BadResidual, Mutant
 
 CONTEXT = ContextParams(n_ctx=256, n_batch=128, n_ubatch=128, n_seq_max=3)

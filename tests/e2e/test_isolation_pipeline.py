@@ -8,8 +8,8 @@ import pytest
 import trio
 
 import dgr
+from dgr.client.session import ClientSession
 from dgr.engine.base import ContextParams
-from dgr.runtime.client import ClientSession
 
 CONTEXT = ContextParams(n_ctx=512, n_batch=128, n_ubatch=128, n_seq_max=3)
 SPLIT = "0:2,2:4,4:7"

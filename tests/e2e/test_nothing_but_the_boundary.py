@@ -15,7 +15,7 @@ import pytest
 import trio
 from attrs import evolve, frozen
 
-import dgr.runtime.local
+import dgr.cluster.local
 from dgr.engine.base import ContextParams
 from dgr.testing.engines.mutants import Mutant
 from dgr.wire import frames
@@ -51,14 +51,14 @@ class Tap(trio.abc.Stream):
 def taps(monkeypatch: pytest.MonkeyPatch) -> list[Tap]:
     """Every end of every link made from now on."""
     made: list[Tap] = []
-    transports = dgr.runtime.local.memory_transports
+    transports = dgr.cluster.local.memory_transports
 
     def tapped():
         ends = [Tap(end) for end in transports()]
         made.extend(ends)
         return tuple(ends)
 
-    monkeypatch.setattr(dgr.runtime.local, "memory_transports", tapped)
+    monkeypatch.setattr(dgr.cluster.local, "memory_transports", tapped)
     return made
 
 

@@ -15,12 +15,12 @@ from typing import Any
 
 import pytest
 
+from dgr.artifact.artifact import Artifact
+from dgr.artifact.manifest import decode_manifest
 from dgr.cli import main
 from dgr.cli.progress import progress_bar
 from dgr.engine.llama import ADAPTER
 from dgr.engine.native import build_info, kernel_fingerprint
-from dgr.model.artifact import Artifact
-from dgr.model.manifest import decode_manifest
 from dgr.selftest.fixture import write_fixture
 from dgr.wire.frames import SCHEMA_HASH
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from attrs import evolve
 
+from dgr.core.route import LayerRange
 from dgr.engine.base import ContextParams, LogitsWanted, Numerics, Work
 from dgr.engine.llama import LlamaEngine
 from dgr.engine.numerics import Certificate, record_certificate
@@ -23,7 +24,6 @@ from dgr.errors import (
     NumericsRefused,
     UnsupportedModel,
 )
-from dgr.model.route import LayerRange
 from dgr.selftest.chain import some_tokens
 from dgr.testing.probe import ProbedEngine
 

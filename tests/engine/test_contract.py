@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from attrs import evolve
 
+from dgr.core.route import LayerRange
 from dgr.engine.base import ContextParams, Numerics, ShardEngine
 from dgr.engine.llama import LlamaEngine
-from dgr.model.route import LayerRange
 from dgr.testing.engines.contract import EngineContract
 
 

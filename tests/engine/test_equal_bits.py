@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 from attrs import evolve, frozen
 
+from dgr.core.route import LayerRange
 from dgr.engine.base import ContextParams, Numerics, SamplingParams
 from dgr.engine.llama import LlamaEngine
 from dgr.engine.native import kernel_fingerprint
-from dgr.model.route import LayerRange
 from dgr.selftest.chain import Chain, cut_at
 from dgr.selftest.invariance import beside_others, difference
 from dgr.selftest.llama_chain import open_chain

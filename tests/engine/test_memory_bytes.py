@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 from attrs import evolve
 
+from dgr.artifact.artifact import Artifact
+from dgr.core.route import LayerRange
 from dgr.engine.base import ContextParams
 from dgr.engine.llama import LlamaEngine, estimate_memory
-from dgr.model.artifact import Artifact
-from dgr.model.route import LayerRange
-from dgr.model.state_map import Component, ContextShape, state_map
-from dgr.model.v4 import V4_FLASH
 from dgr.selftest.chain import cut_at
 from dgr.selftest.fixture import write_fixture
+from dgr.v4.hyper_parameters import V4_FLASH
+from dgr.v4.state_map import Component, ContextShape, state_map
 
 CONTEXTS = (
     ContextParams(n_ctx=256),

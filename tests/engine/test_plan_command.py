@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from dgr.artifact.artifact import Artifact
+from dgr.artifact.slicing import write_slice
 from dgr.cli import main
+from dgr.cluster.route_file import format_route_file, read_route_file
+from dgr.core.route import LayerRange
 from dgr.engine.base import ContextParams
 from dgr.engine.llama import estimate_memory
-from dgr.model.artifact import Artifact
-from dgr.model.route import LayerRange
-from dgr.model.route_file import format_route_file, read_route_file
-from dgr.model.slicing import write_slice
 from dgr.selftest.fixture import write_fixture
 
 Capture = pytest.CaptureFixture[str]

@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 from attrs import evolve
 
+from dgr.artifact.artifact import Artifact
 from dgr.engine.base import ContextParams
-from dgr.model.artifact import Artifact
-from dgr.model.state_map import Component, ExpectedComponent, expected_frontier
-from dgr.model.v4 import CSA_RATIO, HCA_RATIO
 from dgr.selftest.chain import Chain
 from dgr.selftest.llama_chain import open_chain
 from dgr.testing.probe import ProbedEngine
+from dgr.v4.hyper_parameters import CSA_RATIO, HCA_RATIO
+from dgr.v4.state_map import Component, ExpectedComponent, expected_frontier
 
 POSITIONS = (1, 3, 4, 5, 7, 8, 9, 127, 128, 129, 255, 256, 257, 511, 512, 513)
 #: The smallest ring of raw K, 256 cells: it wraps twice within the positions above.

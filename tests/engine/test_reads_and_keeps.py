@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from dgr.model import digests
-from dgr.model.artifact import Artifact
-from dgr.model.route import LayerRange
-from dgr.model.slicing import write_slice
+from dgr.artifact import digests
+from dgr.artifact.artifact import Artifact
+from dgr.artifact.slicing import write_slice
+from dgr.core.route import LayerRange
 
 MIB = 1 << 20
 #: Headers (read by Python and twice by llama.cpp), hash tables, records.
@@ -30,8 +30,8 @@ import json, os, sys
 from dgr.engine.base import ContextParams, Work
 from dgr.engine.llama import LlamaEngine
 from dgr.engine.native import kernel_fingerprint
-from dgr.model import digests
-from dgr.model.route import LayerRange
+from dgr.artifact import digests
+from dgr.core.route import LayerRange
 
 digests._SETTLED = -1.0  # digests are kept however young the file is
 

@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 
 import dgr
+from dgr.artifact.artifact import Artifact
+from dgr.artifact.manifest import encode_manifest
+from dgr.artifact.parts import part_name
+from dgr.artifact.slicing import write_slice
+from dgr.core.route import LayerRange, parse_split
 from dgr.engine.base import ContextParams, LogitsWanted, Output, Work
 from dgr.engine.llama import LlamaEngine, estimate_memory
 from dgr.engine.vocab import LlamaVocabulary
 from dgr.errors import ArtifactError
-from dgr.model.artifact import Artifact
-from dgr.model.manifest import encode_manifest
-from dgr.model.parts import part_name
-from dgr.model.route import LayerRange, parse_split
-from dgr.model.slicing import write_slice
 from dgr.selftest.chain import pieces
 from dgr.selftest.fixture.edit import write_in_parts
 from dgr.selftest.llama_chain import open_chain

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
+from dgr.artifact.artifact import Artifact
+from dgr.core.route import LayerRange
 from dgr.engine.base import ContextParams
 from dgr.engine.llama import LlamaEngine
 from dgr.errors import ArtifactError, InvalidLayerRange, UnsupportedModel
-from dgr.model.artifact import Artifact
-from dgr.model.ggml import GgmlType
-from dgr.model.gguf import MetaArray, MetaValue, ValueType, read_gguf
-from dgr.model.gguf_write import TensorForm, u32
-from dgr.model.route import LayerRange
+from dgr.gguf.reader import MetaArray, MetaValue, ValueType, read_gguf
+from dgr.gguf.types import GgmlType
+from dgr.gguf.writer import TensorForm, u32
 from dgr.selftest.chain import cut_at
 from dgr.selftest.fixture import edit_gguf
 from dgr.selftest.llama_chain import open_chain

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dgr.model.gguf import ValueType
+from dgr.gguf.reader import ValueType
 from dgr.selftest.fixture import write_fixture
 
 Pair = tuple[str, ValueType, bytes]

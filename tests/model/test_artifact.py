@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from attrs import evolve
 
+from dgr.artifact.artifact import Artifact
+from dgr.core.route import LayerRange
 from dgr.errors import ArtifactError, InvalidLayerRange, UnsupportedModel
-from dgr.model.artifact import Artifact
-from dgr.model.ggml import GgmlType
-from dgr.model.gguf import TensorInfo, ValueType
-from dgr.model.route import LayerRange
-from dgr.model.tensors import TensorKind, block_tensors, head_tensors, range_tensors, tail_tensors
-from dgr.model.v4 import V4_FLASH
+from dgr.gguf.reader import TensorInfo, ValueType
+from dgr.gguf.types import GgmlType
+from dgr.v4.hyper_parameters import V4_FLASH
+from dgr.v4.tensors import TensorKind, block_tensors, head_tensors, range_tensors, tail_tensors
 
 
 def with_tensors(artifact: Artifact, change: Callable[[dict[str, TensorInfo]], None]) -> Artifact:

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from dgr.model import cache
-from dgr.model.cache import cache_dir, keep, one_at_a_time
+from dgr.core import cache_dir as cache
+from dgr.core.cache_dir import cache_dir, keep, one_at_a_time
 from dgr.testing.limits import limited_files
 
 

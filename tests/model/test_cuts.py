@@ -10,11 +10,11 @@ import pytest
 from attrs import evolve
 
 from dgr.cli import inspect as command
+from dgr.core.route import LayerRange, check_cover
 from dgr.errors import DgrError
-from dgr.model.cuts import needs_token_ids, restrictions, valid_cuts
-from dgr.model.route import LayerRange, check_cover
-from dgr.model.tensors import range_tensors
-from dgr.model.v4 import V4_FLASH
+from dgr.v4.cuts import needs_token_ids, restrictions, valid_cuts
+from dgr.v4.hyper_parameters import V4_FLASH
+from dgr.v4.tensors import range_tensors
 
 
 def test_every_place_between_two_layers_is_a_cut() -> None:

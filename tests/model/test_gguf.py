@@ -13,10 +13,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from dgr.artifact.artifact import Artifact
 from dgr.errors import ArtifactError
-from dgr.model.artifact import Artifact
-from dgr.model.ggml import GgmlType
-from dgr.model.gguf import MetaArray, MetaValue, ValueType, read_gguf
+from dgr.gguf.reader import MetaArray, MetaValue, ValueType, read_gguf
+from dgr.gguf.types import GgmlType
 
 Build = Callable[..., bytes]
 F32 = int(GgmlType.F32)

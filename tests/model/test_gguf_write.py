@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from dgr.errors import InputError
-from dgr.model.ggml import GgmlType
-from dgr.model.gguf import ALIGNMENT_KEY, MetaArray, MetaValue, ValueType, read_gguf
-from dgr.model.gguf_write import TensorForm, lay_out, u16, u32
+from dgr.gguf.reader import ALIGNMENT_KEY, MetaArray, MetaValue, ValueType, read_gguf
+from dgr.gguf.types import GgmlType
+from dgr.gguf.writer import TensorForm, lay_out, u16, u32
 from dgr.selftest.fixture import edit_gguf
 
 

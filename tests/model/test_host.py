@@ -9,9 +9,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from dgr.core import host
+from dgr.core.host import available_cpus, available_memory, usable_memory
 from dgr.engine.budget import parse_budget
-from dgr.model import host
-from dgr.model.host import available_cpus, available_memory, usable_memory
 
 MIB = 1 << 20
 TOTAL, FREE = 64 << 30, 32 << 30

@@ -15,16 +15,16 @@ import msgspec
 import pytest
 from attrs import evolve
 
+from dgr.artifact import digests
+from dgr.artifact.artifact import Artifact
+from dgr.artifact.digests import digest_tensors, known_digests
+from dgr.artifact.manifest import Manifest, decode_manifest, encode_manifest, make_manifest, metadata_digest
+from dgr.artifact.slice_metadata import manifest_path
+from dgr.core.route import LayerRange
 from dgr.errors import ArtifactError
-from dgr.model import digests
-from dgr.model.artifact import Artifact
-from dgr.model.digests import digest_tensors, known_digests
-from dgr.model.ggml import GgmlType
-from dgr.model.gguf import MetaValue, TensorInfo, ValueType, read_gguf
-from dgr.model.gguf_write import TensorForm, u32
-from dgr.model.manifest import Manifest, decode_manifest, encode_manifest, make_manifest, metadata_digest
-from dgr.model.route import LayerRange
-from dgr.model.shares import manifest_path
+from dgr.gguf.reader import MetaValue, TensorInfo, ValueType, read_gguf
+from dgr.gguf.types import GgmlType
+from dgr.gguf.writer import TensorForm, u32
 from dgr.selftest.fixture import edit_gguf, write_fixture
 
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from dgr.errors import ArtifactError, UnsupportedModel
-from dgr.model.gguf import GgufFile, MetaArray, MetaValue, ValueType, read_gguf
-from dgr.model.metadata import from_metadata
-from dgr.model.v4 import V4_FLASH, HyperParameters
+from dgr.gguf.reader import GgufFile, MetaArray, MetaValue, ValueType, read_gguf
 from dgr.selftest.fixture import write_fixture
 from dgr.selftest.fixture.presets import PRESETS
+from dgr.v4.hyper_parameters import V4_FLASH, HyperParameters
+from dgr.v4.metadata import from_metadata
 
 
 def u32(value: int) -> MetaValue:

@@ -18,10 +18,10 @@ from pathlib import Path
 
 import pytest
 
+from dgr.core import outputs
+from dgr.core.outputs import NewFile, removed_on_signals, write_file, write_new_files, writing
+from dgr.core.targets import find_target
 from dgr.errors import InputError
-from dgr.model import outputs
-from dgr.model.outputs import NewFile, removed_on_signals, write_file, write_new_files, writing
-from dgr.model.targets import find_target
 from dgr.testing.limits import limited_files
 
 NOBODY = 65534
@@ -217,7 +217,7 @@ def test_a_file_that_is_mounted_by_itself_is_refused(tmp_path: Path, monkeypatch
 
 KILLED = """
 import os, signal, sys
-from dgr.model.outputs import writing
+from dgr.core.outputs import writing
 {before}
 with writing(sys.argv[1]) as out:
     out.write(bytes(100_000))

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from dgr.artifact.artifact import Artifact
+from dgr.artifact.parts import part_name, read_parts
+from dgr.artifact.slice_metadata import manifest_path
+from dgr.core.route import LayerRange
 from dgr.errors import ArtifactError
-from dgr.model.artifact import Artifact
-from dgr.model.gguf import MetaValue, ValueType
-from dgr.model.gguf_write import u16, u32
-from dgr.model.parts import part_name, read_parts
-from dgr.model.route import LayerRange
-from dgr.model.shares import manifest_path
+from dgr.gguf.reader import MetaValue, ValueType
+from dgr.gguf.writer import u16, u32
 from dgr.selftest.fixture import edit_gguf, write_fixture
 
 Parts = Callable[[int], Path]

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from dgr.artifact.artifact import Artifact
+from dgr.artifact.plan import Costs, Plan, check_fits, costs_of, propose, refine
+from dgr.core.route import LayerRange, check_cover
 from dgr.errors import BudgetExceeded, InputError
-from dgr.model.artifact import Artifact
-from dgr.model.plan import Costs, Plan, check_fits, costs_of, propose, refine
-from dgr.model.route import LayerRange, check_cover
-from dgr.model.state_map import ContextShape, state_map
 from dgr.selftest.chain import cut_at
 from dgr.selftest.fixture import write_fixture
+from dgr.v4.state_map import ContextShape, state_map
 
 GIB = 1 << 30
 

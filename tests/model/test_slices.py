@@ -10,14 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from dgr.artifact.artifact import Artifact
+from dgr.artifact.manifest import encode_manifest
+from dgr.artifact.slice_metadata import LAYER_BEGIN, LAYER_END, MANIFEST_KEY, PARENT_KEY
+from dgr.artifact.slicing import write_slice
+from dgr.core.route import LayerRange
 from dgr.errors import ArtifactError, InputError, InvalidLayerRange
-from dgr.model.artifact import Artifact
-from dgr.model.gguf import MetaValue, ValueType, read_gguf
-from dgr.model.gguf_write import u32
-from dgr.model.manifest import encode_manifest
-from dgr.model.route import LayerRange
-from dgr.model.shares import LAYER_BEGIN, LAYER_END, MANIFEST_KEY, PARENT_KEY
-from dgr.model.slicing import write_slice
+from dgr.gguf.reader import MetaValue, ValueType, read_gguf
+from dgr.gguf.writer import u32
 from dgr.selftest.fixture import edit_gguf, write_fixture
 
 RANGES = [LayerRange(0, 2), LayerRange(2, 3), LayerRange(3, 4), LayerRange(0, 4)]

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 from attrs import evolve
 
+from dgr.core.route import LayerRange
 from dgr.errors import InputError, InvalidLayerRange
-from dgr.model.ggml import GgmlType
-from dgr.model.route import LayerRange
-from dgr.model.state_map import Component, ContextShape, expected_frontier, state_map
-from dgr.model.v4 import V4_FLASH
+from dgr.gguf.types import GgmlType
+from dgr.v4.hyper_parameters import V4_FLASH
+from dgr.v4.state_map import Component, ContextShape, expected_frontier, state_map
 
 MIB = 1 << 20
 WHOLE = LayerRange(0, 43)

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from dgr.errors import UnsupportedModel
-from dgr.model.gguf import GgufFile, MetaArray, MetaValue, ValueType, read_gguf
-from dgr.model.metadata import from_metadata
+from dgr.gguf.reader import GgufFile, MetaArray, MetaValue, ValueType, read_gguf
 from dgr.selftest.fixture.metadata import strings
+from dgr.v4.metadata import from_metadata
 
 N_VOCAB = 320
 

@@ -14,14 +14,25 @@ import pytest
 from attrs import evolve
 
 import dgr
+from dgr.artifact.artifact import Artifact
 from dgr.cli import main
+from dgr.cluster.local import open_cluster
+from dgr.cluster.remote import LinkPolicy, RemoteConnector, StageServer
+from dgr.cluster.route_file import read_route_file
+from dgr.core.route import LayerRange, Route, StageRef
 from dgr.engine.base import EngineDescription
 from dgr.engine.llama import LlamaEngine, estimate_memory
 from dgr.errors import ArtifactError, DgrError, InputError, InvalidRoute, MtpNotExecutable, PeerRefused
-from dgr.model.artifact import Artifact
-from dgr.model.gguf import MetaValue, ValueType
-from dgr.model.gguf_write import u32
-from dgr.model.mtp import (
+from dgr.gguf.reader import MetaValue, ValueType
+from dgr.gguf.writer import u32
+from dgr.protocol.identity import check_alike, check_wants, identity_of
+from dgr.selftest.fixture import edit_gguf, write_fixture
+from dgr.stage.shard import open_shard
+from dgr.testing.engines.fake import FakeEngine
+from dgr.testing.mtp_contract.golden import sample_messages
+from dgr.testing.offline import open_fake_pipeline
+from dgr.v4.hyper_parameters import ARCHITECTURE
+from dgr.v4.mtp import (
     CONTRACT,
     Shipped,
     asks_for_mtp,
@@ -30,17 +41,6 @@ from dgr.model.mtp import (
     refuse_capabilities,
     refuse_value,
 )
-from dgr.model.route import LayerRange, Route, StageRef
-from dgr.model.route_file import read_route_file
-from dgr.model.v4 import ARCHITECTURE
-from dgr.runtime.identity import check_alike, check_wants, identity_of
-from dgr.runtime.local import open_cluster
-from dgr.runtime.remote import LinkPolicy, RemoteConnector, StageServer
-from dgr.runtime.shard import open_shard
-from dgr.selftest.fixture import edit_gguf, write_fixture
-from dgr.testing.engines.fake import FakeEngine
-from dgr.testing.mtp_contract.golden import sample_messages
-from dgr.testing.offline import open_fake_pipeline
 from dgr.wire import frames
 from dgr.wire.nurseries import open_nursery
 from dgr.wire.tcp import listen

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from dgr.core.state_machine import InvalidTransition
 from dgr.errors import InputError, MtpNotExecutable
-from dgr.model.machines import InvalidTransition
-from dgr.model.mtp import CONTRACT
 from dgr.selftest.fixture import write_fixture
 from dgr.testing.mtp_contract.gate import CHECKS, ExamFailed, LlamaExecutor, ReferenceExecutor
 from dgr.testing.mtp_contract.messages import Proposal, Reason, Rollback, RolledBack, Work
@@ -18,6 +17,7 @@ from dgr.testing.mtp_contract.rollback import CompressorRing, RollbackLedger
 from dgr.testing.mtp_contract.route import ClientState, ReferenceRoute
 from dgr.testing.mtp_contract.shard import Answer, ReferenceShard, Taken
 from dgr.testing.mtp_contract.states import TrunkState
+from dgr.v4.mtp import CONTRACT
 
 pytestmark = pytest.mark.mtp_gate
 

@@ -14,12 +14,8 @@ from typing import Annotated, Any
 import msgspec
 import pytest
 
+from dgr.core.route import LayerRange
 from dgr.errors import InputError
-from dgr.model.mtp import CAPABILITY, CONTRACT, DOCUMENT, RESERVED
-from dgr.model.route import LayerRange
-from dgr.model.state_map import ContextShape, state_map
-from dgr.model.tensors import block_tensors, range_tensors
-from dgr.model.v4 import V4_FLASH
 from dgr.testing.mtp_contract import messages as mtp_messages
 from dgr.testing.mtp_contract.golden import sample_messages
 from dgr.testing.mtp_contract.messages import (
@@ -45,6 +41,10 @@ from dgr.testing.mtp_contract.ownership import (
     plane_bytes,
     with_mtp,
 )
+from dgr.v4.hyper_parameters import V4_FLASH
+from dgr.v4.mtp import CAPABILITY, CONTRACT, DOCUMENT, RESERVED
+from dgr.v4.state_map import ContextShape, state_map
+from dgr.v4.tensors import block_tensors, range_tensors
 from dgr.wire import frames, values
 
 REPOSITORY = Path(__file__).parents[2]

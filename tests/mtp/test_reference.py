@@ -8,9 +8,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from dgr.core.route import LayerRange
+from dgr.core.state_machine import InvalidTransition
 from dgr.errors import InputError
-from dgr.model.machines import InvalidTransition
-from dgr.model.route import LayerRange
 from dgr.testing.mtp_contract.messages import (
     HEADER_BYTES,
     ID_BYTES,

@@ -18,7 +18,7 @@ from dgr.engine.llama import LlamaEngine, estimate_memory
 from dgr.engine.native import default_native, kernel_fingerprint
 from dgr.engine.vocab import LlamaVocabulary
 from dgr.errors import BudgetExceeded
-from dgr.model.artifact import Artifact
+from dgr.artifact.artifact import Artifact
 artifact, context = Artifact.open(sys.argv[1]), ContextParams(n_ctx=256)
 artifact.identity
 default_native()

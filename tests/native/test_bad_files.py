@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dgr.engine._native import ffi, lib
-from dgr.model.gguf import read_gguf
+from dgr.gguf.reader import read_gguf
 
 Edit = Callable[[bytearray], None]
 

@@ -9,7 +9,7 @@ import pytest
 from dgr.engine.native import default_native
 from dgr.engine.quants import dequantize
 from dgr.errors import InputError
-from dgr.model.ggml import GgmlType
+from dgr.gguf.types import GgmlType
 from dgr.selftest.fixture.blocks import random_blocks
 from dgr.selftest.fixture.presets import BLOCK_TYPES
 from dgr.selftest.fixture.stream import Stream

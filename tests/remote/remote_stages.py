@@ -15,14 +15,14 @@ import msgspec
 import trio
 import trustme
 
+from dgr.client.events import Event
+from dgr.client.pipeline import Pipeline, Timeouts, open_pipeline_on
+from dgr.cluster.remote import LinkPolicy, RemoteConnector, StageServer
+from dgr.core.route import LayerRange, Route, StageRef
 from dgr.engine.base import ContextParams
 from dgr.errors import DgrError, LinkBroken
-from dgr.model.route import LayerRange, Route, StageRef
-from dgr.runtime.events import Event
-from dgr.runtime.identity import identity_of
-from dgr.runtime.pipeline import Pipeline, Timeouts, open_pipeline_on
-from dgr.runtime.remote import LinkPolicy, RemoteConnector, StageServer
-from dgr.runtime.shard import Shard, limits_of, open_shard
+from dgr.protocol.identity import identity_of
+from dgr.stage.shard import Shard, limits_of, open_shard
 from dgr.testing.engines.fake import FakeEngine, FakeModel
 from dgr.testing.waits import until
 from dgr.wire import frames

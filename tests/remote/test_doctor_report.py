@@ -13,12 +13,12 @@ from attrs import evolve
 from conversations import seen
 from remote_stages import HANDSHAKE, THREE, TWO, Authority, Hosts, open_hosts, read_to_end
 
+from dgr.cluster import doctor
+from dgr.cluster.diagnosis import own_findings
+from dgr.cluster.remote import LinkPolicy
+from dgr.cluster.route_file import RouteFile
+from dgr.core.route import LayerRange, Route, StageRef
 from dgr.errors import LinkBroken
-from dgr.model.route import LayerRange, Route, StageRef
-from dgr.model.route_file import RouteFile
-from dgr.runtime import doctor
-from dgr.runtime.diagnosis import own_findings
-from dgr.runtime.remote import LinkPolicy
 from dgr.wire.links import Link
 from dgr.wire.tcp import Credentials
 

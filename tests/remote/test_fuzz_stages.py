@@ -11,9 +11,9 @@ from attrs import evolve
 from hostile import Talker, raw, talk
 from remote_stages import CONTEXT, HANDSHAKE, TWO, Host, client, connected, open_hosts, stage
 
+from dgr.cluster.remote import LinkPolicy
+from dgr.core.route import LayerRange
 from dgr.errors import DgrError
-from dgr.model.route import LayerRange
-from dgr.runtime.remote import LinkPolicy
 from dgr.testing.engines.fake import FakeEngine
 from dgr.wire import frames, nurseries
 from dgr.wire.handshake import exchange_preamble

@@ -34,12 +34,12 @@ from remote_stages import (
     stage,
 )
 
+from dgr.client.pipeline import open_pipeline_on
+from dgr.cluster.remote import LinkPolicy, RemoteConnector
+from dgr.core.prefix import PrefixDigest
+from dgr.core.route import LayerRange, Route, StageRef
 from dgr.engine.base import Numerics
 from dgr.errors import FrameError, InvalidRoute, LinkBroken, PeerRefused
-from dgr.model.prefix import PrefixDigest
-from dgr.model.route import LayerRange, Route, StageRef
-from dgr.runtime.pipeline import open_pipeline_on
-from dgr.runtime.remote import LinkPolicy, RemoteConnector
 from dgr.testing.engines.fake import FakeEngine, FakeModel
 from dgr.testing.waits import until
 from dgr.wire import frames

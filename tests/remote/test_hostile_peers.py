@@ -35,10 +35,10 @@ from remote_stages import (
     stage,
 )
 
+from dgr.client.pipeline import open_pipeline_on
+from dgr.cluster.remote import LinkPolicy
+from dgr.core.route import Route, StageRef
 from dgr.errors import DgrError, FrameError, LinkBroken
-from dgr.model.route import Route, StageRef
-from dgr.runtime.pipeline import open_pipeline_on
-from dgr.runtime.remote import LinkPolicy
 from dgr.testing.network.proxy import open_proxy
 from dgr.testing.waits import until
 from dgr.wire import frames

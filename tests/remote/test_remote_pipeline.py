@@ -28,14 +28,14 @@ from remote_stages import (
     stage,
 )
 
+from dgr.client.events import RePrefilled, RouteChanged, RouteDown
+from dgr.client.pipeline import Timeouts, open_pipeline_on
+from dgr.cluster.remote import LinkPolicy
+from dgr.core.prefix import PrefixDigest
+from dgr.core.route import Route, StageRef
 from dgr.engine.base import EngineDescription
 from dgr.errors import DeadlineExceeded, LinkBroken, PeerRefused, PrefillFailed
-from dgr.model.prefix import PrefixDigest
-from dgr.model.route import Route, StageRef
-from dgr.runtime.events import RePrefilled, RouteChanged, RouteDown
-from dgr.runtime.pipeline import Timeouts, open_pipeline_on
-from dgr.runtime.remote import LinkPolicy
-from dgr.runtime.states import EpochState
+from dgr.protocol.states import EpochState
 from dgr.testing.engines.fake import FakeEngine
 from dgr.testing.network.proxy import open_proxy
 from dgr.testing.waits import until

@@ -18,13 +18,13 @@ from remote_stages import answer_of, next_event
 
 import dgr
 from dgr.cli.keys import make_keys
+from dgr.client.events import RePrefilled, RouteDown
+from dgr.client.pipeline import Pipeline, Timeouts, open_pipeline_on
+from dgr.cluster.doctor import examine
+from dgr.cluster.remote import LinkPolicy, RemoteConnector
+from dgr.cluster.route_file import format_route_file
+from dgr.core.route import LayerRange, Route, StageRef
 from dgr.errors import DeadlineExceeded
-from dgr.model.route import LayerRange, Route, StageRef
-from dgr.model.route_file import format_route_file
-from dgr.runtime.doctor import examine
-from dgr.runtime.events import RePrefilled, RouteDown
-from dgr.runtime.pipeline import Pipeline, Timeouts, open_pipeline_on
-from dgr.runtime.remote import LinkPolicy, RemoteConnector
 from dgr.testing.network.processes import START, Program, free_ports, is_gone, open_program, open_up, write_route
 from dgr.testing.network.proxy import open_proxies
 from dgr.testing.waits import until

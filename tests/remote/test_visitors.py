@@ -14,10 +14,10 @@ import trio
 from remote_stages import HANDSHAKE, Host, denied, identity, open_hosts
 
 from dgr.cli.logs import _OneLine, _RefusedConnections
+from dgr.cluster import visitors
+from dgr.cluster.remote import LinkPolicy
+from dgr.cluster.visitors import VisitorLog
 from dgr.errors import FrameError, LinkBroken
-from dgr.runtime import visitors
-from dgr.runtime.remote import LinkPolicy
-from dgr.runtime.visitors import VisitorLog
 from dgr.testing.waits import until
 from dgr.wire.frames import Hello, Role
 from dgr.wire.tcp import parse_address

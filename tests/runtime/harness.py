@@ -7,12 +7,12 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 import trio.testing
 
+from dgr.client.events import Event, PrefillProgress
+from dgr.client.pipeline import Pipeline, Timeouts, open_pipeline_on
+from dgr.cluster.local import LocalCluster, ShardPolicy, open_cluster
+from dgr.core.route import LayerRange, Route, StageRef, parse_split
 from dgr.engine.base import ContextParams
-from dgr.model.route import LayerRange, Route, StageRef, parse_split
-from dgr.runtime.events import Event, PrefillProgress
-from dgr.runtime.local import LocalCluster, ShardPolicy, open_cluster
-from dgr.runtime.pipeline import Pipeline, Timeouts, open_pipeline_on
-from dgr.runtime.shard import Shard
+from dgr.stage.shard import Shard
 from dgr.testing.engines.fake import FakeEngine, FakeModel
 
 MODEL = FakeModel()

@@ -16,12 +16,12 @@ from conversations import reference, take
 from harness import TWO, open_stages
 
 import dgr
+from dgr.client.pipeline import Pipeline, Timeouts
+from dgr.cluster.local import ShardPolicy
+from dgr.cluster.remote import LinkPolicy
 from dgr.engine.base import ContextParams, Numerics, SamplingParams
 from dgr.errors import InputError, InvalidToken
-from dgr.runtime.local import ShardPolicy
-from dgr.runtime.pipeline import Pipeline, Timeouts
-from dgr.runtime.remote import LinkPolicy
-from dgr.runtime.sampling import sampling_problem, to_wire
+from dgr.protocol.sampling import sampling_problem, to_wire
 from dgr.wire import frames
 
 PROMPT = list(b"The quick brown fox")

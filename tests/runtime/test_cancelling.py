@@ -11,10 +11,10 @@ from cancel_at import CancelAt
 from conversations import reference, take
 from harness import CONTEXT, THREE, TWO, Stages, open_stages
 
+from dgr.cluster.local import ShardPolicy, open_cluster
+from dgr.core.route import LayerRange
 from dgr.errors import LinkBroken
-from dgr.model.route import LayerRange
-from dgr.runtime.local import ShardPolicy, open_cluster
-from dgr.runtime.shard import Shard
+from dgr.stage.shard import Shard
 from dgr.testing.engines.fake import FakeEngine
 from dgr.testing.waits import until
 

@@ -10,6 +10,8 @@ from attrs import evolve
 from conversations import reference, seen, take, take_tokens
 from harness import CONTEXT, MODEL, THREE, TWO, WHOLE, kinds, open_stages
 
+from dgr.client.events import Prefilled, PrefillProgress, RePrefilled
+from dgr.core.route import LayerRange
 from dgr.engine.base import LogitsWanted, SamplingParams, Work
 from dgr.errors import (
     ContextLimitExceeded,
@@ -19,9 +21,7 @@ from dgr.errors import (
     SessionBusy,
     SessionError,
 )
-from dgr.model.route import LayerRange
-from dgr.runtime.events import Prefilled, PrefillProgress, RePrefilled
-from dgr.runtime.states import ClientState
+from dgr.protocol.states import ClientState
 from dgr.testing.engines.fake import FakeEngine, FakeModel, FakeVocabulary
 
 PROMPT = list(b"The quick brown fox jumps over")

@@ -8,6 +8,11 @@ from attrs import evolve
 from conversations import held, reference, seen, take
 from harness import CONTEXT, THREE, TIMEOUTS, TWO, WHOLE, kinds, open_stages, rest
 
+from dgr.client.events import RePrefilled, RouteDown, StateLost
+from dgr.client.pipeline import Pipeline
+from dgr.client.session import ClientSession
+from dgr.cluster.local import ShardPolicy
+from dgr.core.route import LayerRange
 from dgr.engine.base import ContextParams, Output, SamplingParams, TopLogprob, Work
 from dgr.errors import (
     BudgetExceeded,
@@ -20,12 +25,7 @@ from dgr.errors import (
     PrefillFailed,
     SessionLost,
 )
-from dgr.model.route import LayerRange
-from dgr.runtime.client import ClientSession
-from dgr.runtime.events import RePrefilled, RouteDown, StateLost
-from dgr.runtime.local import ShardPolicy
-from dgr.runtime.pipeline import Pipeline
-from dgr.runtime.states import RouteState
+from dgr.protocol.states import RouteState
 from dgr.testing.engines.fake import FakeEngine, Fault, FaultKind
 
 PROMPT = list(b"It was the best of times, it was the worst of")

@@ -12,10 +12,10 @@ from conversations import reference, take, take_tokens
 from harness import CONTEXT, THREE, TIMEOUTS, TWO, Stages, open_stages, rest
 from hostile import Talker, lying, talk
 
+from dgr.client.claims import Asked
 from dgr.engine.base import SamplingParams
 from dgr.errors import DgrError
-from dgr.runtime.claims import Asked
-from dgr.runtime.shard import limits_of
+from dgr.stage.shard import limits_of
 from dgr.wire import memory_transports
 from dgr.wire.links import open_link
 

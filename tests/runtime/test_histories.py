@@ -25,6 +25,10 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from dgr.client.generation import Generation
+from dgr.client.pipeline import Pipeline
+from dgr.client.session import ClientSession
+from dgr.core.prefix import EMPTY_DIGEST
 from dgr.engine.base import SamplingParams
 from dgr.errors import (
     ClosedError,
@@ -35,13 +39,9 @@ from dgr.errors import (
     PrefillFailed,
     SessionError,
 )
-from dgr.model.prefix import EMPTY_DIGEST
-from dgr.runtime.client import ClientSession
-from dgr.runtime.generation import Generation
-from dgr.runtime.pipeline import Pipeline
-from dgr.runtime.session import SessionActor
-from dgr.runtime.states import ClientState, EpochState, RouteState
-from dgr.runtime.supervisor import EpochSupervisor
+from dgr.protocol.states import ClientState, EpochState, RouteState
+from dgr.stage.session import SessionActor
+from dgr.stage.supervisor import EpochSupervisor
 from dgr.testing.engines.fake import Fault, FaultKind
 from dgr.wire import frames
 from dgr.wire.frames import Expectation, Key, Miss

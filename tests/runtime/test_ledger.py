@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from dgr.engine.base import MemoryReport
 from dgr.engine.budget import check_budget
 from dgr.errors import BudgetExceeded
-from dgr.runtime.ledger import Ledger
+from dgr.stage.ledger import Ledger
 
 MEMORY = MemoryReport(weights=1000, compute=50, state={"tape": 300, "tally": 30, "none": 0})
 

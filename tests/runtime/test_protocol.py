@@ -12,11 +12,11 @@ from attrs import evolve
 from conversations import held, reference, take
 from harness import CONTEXT, TWO, WHOLE, Stages, open_stages, rest
 
+from dgr.cluster.local import ShardPolicy
+from dgr.core.prefix import PrefixDigest
 from dgr.engine.base import Output, SamplingParams, Work
 from dgr.errors import InputError
-from dgr.model.prefix import PrefixDigest
-from dgr.runtime.local import ShardPolicy
-from dgr.runtime.shard import limits_of
+from dgr.stage.shard import limits_of
 from dgr.testing.engines.fake import FakeEngine, Fault, FaultKind
 from dgr.testing.raw_client import GREEDY, RawClient, open_raw_client
 from dgr.wire import frames, memory_transports

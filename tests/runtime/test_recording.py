@@ -15,10 +15,10 @@ from attrs import define, evolve, field
 from conversations import reference, seen, take
 from harness import CONTEXT, MODEL, THREE, kinds, open_stages
 
-from dgr.model.route import Route, StageRef, parse_split
-from dgr.runtime import local
-from dgr.runtime.local import open_cluster
-from dgr.runtime.pipeline import open_pipeline_on
+from dgr.client.pipeline import open_pipeline_on
+from dgr.cluster import local
+from dgr.cluster.local import open_cluster
+from dgr.core.route import Route, StageRef, parse_split
 from dgr.testing.engines.fake import FakeEngine, FakeModel
 from dgr.wire import frames
 

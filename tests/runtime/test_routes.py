@@ -8,13 +8,13 @@ from attrs import evolve
 from conversations import held, reference, seen, take
 from harness import CONTEXT, THREE, TWO, WHOLE, Stages, open_stages, rest
 
+from dgr.client.events import RePrefilled, RouteChanged
+from dgr.client.pipeline import Pipeline
+from dgr.client.session import ClientSession
+from dgr.core.route import LayerRange, Route, StageRef
 from dgr.engine.base import SamplingParams
 from dgr.errors import InvalidLayerRange, InvalidRoute, LinkBroken
-from dgr.model.route import LayerRange, Route, StageRef
-from dgr.runtime.client import ClientSession
-from dgr.runtime.events import RePrefilled, RouteChanged
-from dgr.runtime.pipeline import Pipeline
-from dgr.runtime.states import ClientState, RouteState
+from dgr.protocol.states import ClientState, RouteState
 
 PROMPT = list(b"Call me Ishmael. Some years ago, never mind how")
 SAMPLING = SamplingParams(temperature=0.7, seed=4, presence_penalty=0.3)

@@ -10,13 +10,13 @@ from attrs import evolve
 from conversations import held, reference, seen, take
 from harness import CONTEXT, THREE, TIMEOUTS, TWO, WHOLE, kinds, open_stages, rest
 
+from dgr.client.events import Cancelled, RePrefilled, StateLost
+from dgr.client.session import ClientSession
+from dgr.cluster.local import ShardPolicy
 from dgr.engine.base import SamplingParams
 from dgr.engine.budget import human_bytes
 from dgr.errors import Overloaded, SessionError
-from dgr.runtime.client import ClientSession
-from dgr.runtime.events import Cancelled, RePrefilled, StateLost
-from dgr.runtime.local import ShardPolicy
-from dgr.runtime.states import ClientState
+from dgr.protocol.states import ClientState
 
 PROMPT = list(b"In a hole in the ground there lived a hobbit.")
 

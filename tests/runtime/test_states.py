@@ -9,9 +9,9 @@ from types import ModuleType
 
 import pytest
 
-from dgr.model.machines import InvalidTransition, Machine
-from dgr.runtime import states
-from dgr.runtime.states import MACHINES
+from dgr.core.state_machine import InvalidTransition, Machine
+from dgr.protocol import states
+from dgr.protocol.states import MACHINES
 
 DRAWING = Path(__file__).parents[2] / "docs" / "draw_states.py"
 PAIRS = [(name, state, event) for name, table in MACHINES.items() for state in table.states for event in table.events]

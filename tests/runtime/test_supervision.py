@@ -10,10 +10,10 @@ import trio.testing
 from conversations import reference, seen, take
 from harness import TWO, Stages, open_stages, rest
 
+from dgr.client.events import RouteDown
 from dgr.errors import DgrError, PeerRefused
-from dgr.runtime.events import RouteDown
-from dgr.runtime.session import SessionActor
-from dgr.runtime.supervisor import EpochSupervisor
+from dgr.stage.session import SessionActor
+from dgr.stage.supervisor import EpochSupervisor
 from dgr.wire import frames
 from dgr.wire.frames import Fence
 from dgr.wire.framing import Limits

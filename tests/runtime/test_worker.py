@@ -9,7 +9,7 @@ from queue import SimpleQueue
 import pytest
 import trio
 
-from dgr.runtime.worker import Worker
+from dgr.stage.engine_thread import Worker
 
 
 async def test_calls_run_in_one_thread_in_order() -> None:

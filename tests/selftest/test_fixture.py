@@ -12,15 +12,15 @@ import gguf
 import numpy as np
 import pytest
 
+from dgr.artifact.artifact import Artifact
 from dgr.cli import fixture as fixture_command
 from dgr.errors import InputError
-from dgr.model.artifact import Artifact
-from dgr.model.ggml import GgmlType
-from dgr.model.tensors import TensorKind, block_tensors, head_tensors, tail_tensors
+from dgr.gguf.types import GgmlType
 from dgr.selftest.fixture import write_fixture
 from dgr.selftest.fixture.presets import BLOCK_TYPES, PRESETS, WEIGHTS
 from dgr.selftest.fixture.stream import Stream, bfloat16
 from dgr.testing.limits import limited_files
+from dgr.v4.tensors import TensorKind, block_tensors, head_tensors, tail_tensors
 
 # Digests of the tensor data and of the whole file: the data depends on this repository alone.
 PINNED = {

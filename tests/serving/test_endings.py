@@ -20,8 +20,8 @@ import trio
 from interrupts import GUARD, PROMPT, Fake, answer, trio_threads, undisturbed
 
 import dgr
+from dgr.client.events import PrefillProgress
 from dgr.errors import ClosedError, ContextLimitExceeded, InputError, SessionError
-from dgr.runtime.events import PrefillProgress
 from dgr.serving import bridge, embed
 from dgr.wire.nurseries import open_nursery
 

@@ -13,9 +13,9 @@ import pytest
 from attrs import Factory, define
 from interrupts import GUARD, PROMPT, Fake, Interrupter, Native, answer, trio_threads, undisturbed
 
+from dgr.client.events import Cancelled
+from dgr.client.generation import GeneratedToken
 from dgr.errors import SessionBusy
-from dgr.runtime.events import Cancelled
-from dgr.runtime.generation import GeneratedToken
 from dgr.serving import bridge, embed
 
 pytestmark = pytest.mark.filterwarnings("error")

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from attrs import evolve
 
+from dgr.core.route import LayerRange
 from dgr.engine.base import (
     ContextParams,
     EngineDescription,
@@ -27,7 +28,6 @@ from dgr.engine.base import (
     Work,
 )
 from dgr.errors import DgrError, EngineError, InputError, InvalidLayerRange
-from dgr.model.route import LayerRange
 from dgr.testing.engines.contract import EngineContract
 from dgr.testing.engines.fake import FakeEngine, FakeModel, FakeVocabulary, Fault, FaultKind, _Slot
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from dgr.client.events import RePrefilled
 from dgr.errors import InvalidLayerRange, InvalidRoute
-from dgr.runtime.events import RePrefilled
 from dgr.testing.engines.fake import FakeModel, Fault, FaultKind
 from dgr.testing.offline import Offline, open_fake_pipeline
 

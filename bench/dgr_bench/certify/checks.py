@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 
 from dgr import LayerRange, Numerics
-from dgr.model.route import parse_split
-from dgr.model.state_map import ContextShape, expected_frontier, state_map
-from dgr.model.v4 import HyperParameters
+from dgr.core.route import parse_split
+from dgr.v4.hyper_parameters import HyperParameters
+from dgr.v4.state_map import ContextShape, expected_frontier, state_map
 from dgr_bench.benchmark import Units
 from dgr_bench.certify.measurements import Cancellation, CleanUp, LengthRun, MemoryAt
 from dgr_bench.certify.profiles import Profile

@@ -12,8 +12,8 @@ import msgspec
 import trio
 
 from dgr import Artifact, ContextParams, LayerRange, Pipeline
-from dgr.model.prefix import PrefixDigest
-from dgr.runtime.events import Event, RePrefilled, StateLost, so_far
+from dgr.client.events import Event, RePrefilled, StateLost, so_far
+from dgr.core.prefix import PrefixDigest
 from dgr.selftest.chain import some_tokens
 from dgr_bench.certify.profiles import Profile
 from dgr_bench.certify.resident import resident_with

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dgr import LayerRange, Numerics
-from dgr.model.state_map import expected_frontier, state_map
+from dgr.v4.state_map import expected_frontier, state_map
 from dgr_bench.benchmark import Units
 from dgr_bench.certify.checks import Raw, not_certified
 from dgr_bench.certify.profiles import Profile

@@ -16,8 +16,8 @@ import msgspec
 from attrs import evolve, frozen
 
 from dgr import Artifact, SamplingParams, ShardEngine
+from dgr.core.route import parse_split
 from dgr.engine.base import Frontier, LogitsWanted, MemoryReport, Output, TopLogprob, Work
-from dgr.model.route import parse_split
 from dgr.selftest.fixture.cached import cached_fixture
 from dgr.testing.engines.mutants import Mutant, OffByOne, StaleChunk, StaleRow, SwappedSideband
 from dgr_bench.benchmark import Group, Scratch, Store, Unit, Units, measure

@@ -25,9 +25,9 @@ from attrs import evolve
 from dgr import LinkPolicy
 from dgr.cli.options import add_link_arguments
 from dgr.cli.progress import progress_bar
+from dgr.cluster.doctor import examine
+from dgr.cluster.route_file import RouteFile
 from dgr.errors import InputError, InvalidRoute
-from dgr.model.route_file import RouteFile
-from dgr.runtime.doctor import examine
 from dgr_bench.benchmark import benchmark_command, execute
 from dgr_bench.certify.run import CertifyJob, asked_profile, open_job
 from dgr_bench.environment import environment

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from dgr.model.units import human_bytes
+from dgr.core.units import human_bytes
 from dgr_bench.plots import BLUE, GREEN, GREY, RED, Axes, Plot, curve, log_context
 from dgr_bench.reports import Section, number, table
 from dgr_bench.results import Result

@@ -16,9 +16,9 @@ from attrs import evolve
 
 from dgr import Artifact, ContextParams, LayerRange
 from dgr.cli.children import python_module, spelled_out
+from dgr.cluster.local import load_engines
+from dgr.core.route import parse_split
 from dgr.errors import EngineError
-from dgr.model.route import parse_split
-from dgr.runtime.local import load_engines
 from dgr_bench.subjects import resident_bytes
 
 

@@ -40,12 +40,12 @@ from dgr import (
     open_route,
 )
 from dgr.cli.options import link_policy_of
+from dgr.cluster.route_file import RouteFile, read_route_file
+from dgr.core.outputs import write_file
+from dgr.core.route import parse_split
 from dgr.errors import InputError
-from dgr.model.outputs import write_file
-from dgr.model.route import parse_split
-from dgr.model.route_file import RouteFile, read_route_file
-from dgr.model.state_map import ContextShape
 from dgr.selftest.fixture.cached import cached_fixture
+from dgr.v4.state_map import ContextShape
 from dgr_bench.benchmark import Group, Store, Unit, Units, cost_of, sweep
 from dgr_bench.certify import report
 from dgr_bench.certify.checks import verdicts

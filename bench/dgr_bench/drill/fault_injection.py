@@ -16,11 +16,11 @@ import trio
 from attrs import frozen
 
 from dgr import ClientSession, Generation, LinkPolicy, Pipeline, Timeouts, open_pipeline, open_pipeline_on
+from dgr.client.events import RePrefilled, RouteChanged, RouteDown, StateLost, so_far
+from dgr.cluster.remote import RemoteConnector
+from dgr.cluster.route_file import RouteFile
 from dgr.engine.base import ContextParams
 from dgr.errors import DeadlineExceeded, DgrError
-from dgr.model.route_file import RouteFile
-from dgr.runtime.events import RePrefilled, RouteChanged, RouteDown, StateLost, so_far
-from dgr.runtime.remote import RemoteConnector
 from dgr.selftest.chain import some_tokens
 from dgr.testing.network.processes import Program, is_gone, open_up, write_route
 from dgr.testing.network.proxy import FaultyProxy, open_proxies

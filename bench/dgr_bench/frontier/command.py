@@ -29,9 +29,9 @@ import psutil
 from attrs import frozen
 
 from dgr import Artifact, Numerics
+from dgr.core.units import human_bytes
 from dgr.engine.llama import estimate_memory
 from dgr.errors import InputError
-from dgr.model.units import human_bytes
 from dgr.selftest.fixture.cached import cached_fixture
 from dgr_bench.benchmark import Group, Store, Units, benchmark_command, sweep
 from dgr_bench.frontier import report

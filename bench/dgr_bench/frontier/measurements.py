@@ -14,10 +14,10 @@ import trio
 from attrs import evolve, field, frozen
 
 from dgr import Artifact, ContextParams, Numerics, ShardEngine
+from dgr.client.events import StateLost, so_far
+from dgr.core.route import LayerRange, parse_split
 from dgr.engine.base import Output, Work
 from dgr.engine.native import build_info
-from dgr.model.route import LayerRange, parse_split
-from dgr.runtime.events import StateLost, so_far
 from dgr.selftest.chain import some_tokens
 from dgr.testing.engines.mutants import Mutant
 from dgr_bench.frontier.metrics import BASELINE, At, BesideUpstream, FrontierPlan, SubjectRun

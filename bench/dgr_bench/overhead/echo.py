@@ -21,8 +21,8 @@ from attrs import frozen
 from dgr.cli.children import python_module
 from dgr.cli.keys import make_keys
 from dgr.errors import DgrError, LinkBroken
-from dgr.model.v4 import V4_FLASH
 from dgr.testing.network.proxy import FaultyProxy, open_proxy
+from dgr.v4.hyper_parameters import V4_FLASH
 from dgr.wire import Limits, Link, frames, memory_transports, open_link
 from dgr.wire.tcp import Credentials, accept_tls, dial, listen
 

@@ -9,9 +9,9 @@ from unittest import SkipTest
 
 from attrs import field, frozen
 
+from dgr.core.route import LayerRange
 from dgr.engine.base import ContextParams, Numerics, ShardEngine
 from dgr.errors import DgrError
-from dgr.model.route import LayerRange
 from dgr.selftest.chain import Chain
 
 __all__ = ["ContractCase", "ContractReport", "as_bytes", "check", "check_equal", "refused"]

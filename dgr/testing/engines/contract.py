@@ -15,9 +15,9 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 
+from dgr.core.route import LayerRange
 from dgr.engine.base import Frontier, LogitsWanted, SamplingParams, ShardEngine, Work
 from dgr.errors import EngineError
-from dgr.model.route import LayerRange
 from dgr.selftest.chain import Chain
 from dgr.testing.engines.case import as_bytes, check, check_equal, refused
 from dgr.testing.engines.refusals import RefusalChecks

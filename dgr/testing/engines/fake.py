@@ -22,6 +22,7 @@ from enum import Enum
 
 from attrs import frozen
 
+from dgr.core.route import LayerRange
 from dgr.engine.base import (
     ComponentFrontier,
     ContextParams,
@@ -35,7 +36,6 @@ from dgr.engine.base import (
     Work,
 )
 from dgr.errors import ContextLimitExceeded, EngineError, InputError, InvalidLayerRange, NonFinite
-from dgr.model.route import LayerRange
 from dgr.testing.engines.sampling import check_sampling, draw, top_logprobs
 
 __all__ = ["FakeEngine", "FakeModel", "FakeVocabulary", "Fault", "FaultKind"]

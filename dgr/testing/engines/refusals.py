@@ -7,9 +7,9 @@ import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from dgr.core.route import LayerRange
 from dgr.engine.base import LogitsWanted, SamplingParams, ShardEngine, Work
 from dgr.errors import ContextLimitExceeded, InputError, NonFinite
-from dgr.model.route import LayerRange
 from dgr.testing.engines.case import ContractCase, as_bytes, check_equal, refused
 
 __all__ = ["RefusalChecks"]

@@ -19,12 +19,12 @@ from typing import Any, NoReturn, Protocol
 
 from dgr.engine.llama import LlamaEngine
 from dgr.errors import InputError
-from dgr.model.mtp import CONTRACT
 from dgr.testing.mtp_contract.messages import Reason, Want
 from dgr.testing.mtp_contract.reference import Language
 from dgr.testing.mtp_contract.rollback import RollbackShape
 from dgr.testing.mtp_contract.route import ReferenceRoute, Round
 from dgr.testing.mtp_contract.shard import ReferenceShard
+from dgr.v4.mtp import CONTRACT
 
 __all__ = [
     "CHECKS",

@@ -19,7 +19,7 @@ from attrs import frozen
 from msgspec import Meta, Struct
 
 from dgr.errors import InputError
-from dgr.model.v4 import HyperParameters
+from dgr.v4.hyper_parameters import HyperParameters
 
 __all__ = [
     "HEADER_BYTES",
@@ -71,7 +71,7 @@ class Key(_Plain, frozen=True):
 
 
 class Expectation(_Plain, frozen=True):
-    """Tokens committed, and the digest of exactly those (:class:`dgr.model.prefix.PrefixDigest`)."""
+    """Tokens committed, and the digest of exactly those (:class:`dgr.core.prefix.PrefixDigest`)."""
 
     position: _U32
     digest: _Bytes16

@@ -10,11 +10,11 @@ from enum import StrEnum
 
 from attrs import evolve, frozen
 
-from dgr.model.ggml import parse_type
-from dgr.model.route import LayerRange
-from dgr.model.state_map import Component, ContextShape, state_map
-from dgr.model.tensors import block_tensors, head_tensors, tail_tensors
-from dgr.model.v4 import HyperParameters
+from dgr.core.route import LayerRange
+from dgr.gguf.types import parse_type
+from dgr.v4.hyper_parameters import HyperParameters
+from dgr.v4.state_map import Component, ContextShape, state_map
+from dgr.v4.tensors import block_tensors, head_tensors, tail_tensors
 
 __all__ = [
     "CROSSINGS",

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 import msgspec
 from attrs import define, field, frozen
 
-from dgr.model.route import LayerRange
-from dgr.model.v4 import CSA_RATIO, HCA_RATIO
+from dgr.core.route import LayerRange
 from dgr.testing.mtp_contract.rollback import LOST, CompressorRing, RollbackLedger, RollbackShape, mix
 from dgr.testing.mtp_contract.states import DRAFTER, DrafterEvent, DrafterState
+from dgr.v4.hyper_parameters import CSA_RATIO, HCA_RATIO
 
 __all__ = [
     "N_LAYERS",

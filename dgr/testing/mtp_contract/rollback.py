@@ -21,9 +21,9 @@ from typing import TypeAlias
 from attrs import define, field, frozen
 
 from dgr.errors import InputError
-from dgr.model.v4 import CSA_RATIO, HCA_RATIO
 from dgr.testing.mtp_contract.messages import Reason
 from dgr.testing.mtp_contract.states import TRUNK, TrunkEvent, TrunkState
+from dgr.v4.hyper_parameters import CSA_RATIO, HCA_RATIO
 
 __all__ = [
     "LOST",

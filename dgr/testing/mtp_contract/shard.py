@@ -8,8 +8,8 @@ from typing import TypeAlias
 import msgspec
 from attrs import define, field
 
-from dgr.model.prefix import PrefixDigest
-from dgr.model.route import LayerRange
+from dgr.core.prefix import PrefixDigest
+from dgr.core.route import LayerRange
 from dgr.testing.mtp_contract.messages import (
     Advanced,
     Expectation,

@@ -1,4 +1,4 @@
-"""The state machines of the MTP contract, as flat tables (:mod:`dgr.model.machines`).
+"""The state machines of the MTP contract, as flat tables (:mod:`dgr.core.state_machine`).
 
 A pair of state and event is either in its table or out of order: a stage answers it with a refusal that names the reason,
 a pipeline never makes it. ``docs/mtp-contract.md`` shows the tables, drawn from here by ``docs/draw_mtp.py``.
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from enum import Enum
 from typing import Any
 
-from dgr.model.machines import Table
+from dgr.core.state_machine import Table
 
 __all__ = [
     "DRAFTER",

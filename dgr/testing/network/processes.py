@@ -25,8 +25,8 @@ import psutil
 import trio
 
 from dgr.cli.children import python_module, spelled_out
+from dgr.cluster.route_file import RouteFile, read_route_file
 from dgr.errors import DgrError
-from dgr.model.route_file import RouteFile, read_route_file
 from dgr.testing.waits import until
 from dgr.wire.nurseries import open_nursery
 

@@ -16,7 +16,7 @@ from contextlib import asynccontextmanager
 
 import trio
 
-from dgr.model.route import Route, StageRef
+from dgr.core.route import Route, StageRef
 from dgr.testing.network.relay import Relay, open_relay
 from dgr.wire.tcp import parse_address
 

@@ -1,0 +1,141 @@
+"""What a pipeline tells its caller about its own life, beside the tokens."""
+
+from __future__ import annotations
+
+from typing import TypeAlias
+
+import trio
+from attrs import frozen
+
+from dgr.core.route import Route
+
+__all__ = [
+    "Cancelled",
+    "Event",
+    "EventHub",
+    "PrefillProgress",
+    "Prefilled",
+    "RePrefilled",
+    "RouteChanged",
+    "RouteDown",
+    "StateLost",
+    "so_far",
+]
+
+
+@frozen
+class Prefilled:
+    """New tokens of a session were run through every stage for the first time."""
+
+    session: int
+    tokens: int
+    #: From the first chunk sent to the last one answered.
+    seconds: float
+
+
+@frozen
+class PrefillProgress:
+    """One more chunk of a prefill (or re-prefill) of several chunks was committed on every stage.
+
+    It counts what this prefill runs, not the whole transcript: ``committed`` of ``total`` tokens, after ``seconds``. A loss
+    in mid-way begins a new count.
+    """
+
+    session: int
+    committed: int
+    total: int
+    #: Since the first chunk was sent.
+    seconds: float
+
+
+@frozen
+class StateLost:
+    """A session's state is gone; it will be re-prefilled when it is next used."""
+
+    session: int
+    reason: str
+
+
+@frozen
+class RePrefilled:
+    """A session's transcript was run again from token 0."""
+
+    session: int
+    #: Why: ``route change``, ``evicted``, ``expired``, ``poisoned``, ``diverged``, ...
+    reason: str
+    tokens: int
+    seconds: float
+
+
+@frozen
+class Cancelled:
+    """A generation was given up; the session is kept at ``position``."""
+
+    session: int
+    position: int
+
+
+@frozen
+class RouteChanged:
+    """Every stage of the new route fenced the new epoch."""
+
+    epoch: int
+    route: Route
+    sessions_dropped: int
+    bytes_released: int
+    seconds: float
+
+
+@frozen
+class RouteDown:
+    """A stage or a link of the route was lost; the pipeline tries to fence it anew until it answers."""
+
+    epoch: int
+    why: str
+
+
+Event: TypeAlias = Prefilled | PrefillProgress | StateLost | RePrefilled | Cancelled | RouteChanged | RouteDown
+
+#: Events kept for a subscriber that does not read; later ones are dropped.
+KEPT_EVENTS = 4096
+#: Reports of progress kept for it: a long prefill must not push out what happened to the route.
+_KEPT_PROGRESS = KEPT_EVENTS // 2
+
+
+class EventHub:
+    """Hands events to whoever subscribed; a subscriber that does not read loses events, and never holds the pipeline."""
+
+    def __init__(self) -> None:
+        self._subscribers: list[trio.MemorySendChannel[Event]] = []
+
+    def subscribe(self) -> trio.MemoryReceiveChannel[Event]:
+        """A channel of everything from now on; it ends with the pipeline."""
+        send, receive = trio.open_memory_channel[Event](KEPT_EVENTS)
+        self._subscribers.append(send)
+        return receive
+
+    def emit(self, event: Event) -> None:
+        for subscriber in list(self._subscribers):
+            if isinstance(event, PrefillProgress) and subscriber.statistics().current_buffer_used >= _KEPT_PROGRESS:
+                continue
+            try:
+                subscriber.send_nowait(event)
+            except trio.WouldBlock:
+                continue
+            except trio.BrokenResourceError:
+                self._subscribers.remove(subscriber)
+
+    def close(self) -> None:
+        for subscriber in self._subscribers:
+            subscriber.close()
+        self._subscribers = []
+
+
+def so_far(events: trio.MemoryReceiveChannel[Event]) -> list[Event]:
+    """What has come on a subscription and was not taken yet, without waiting for more."""
+    found: list[Event] = []
+    while True:
+        try:
+            found.append(events.receive_nowait())
+        except (trio.WouldBlock, trio.EndOfChannel):
+            return found

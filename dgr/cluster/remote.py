@@ -1,0 +1,384 @@
+"""Stages in other processes: how a link to one is opened, and how a stage takes links."""
+
+from __future__ import annotations
+
+import logging
+import ssl
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import ExitStack, asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import trio
+from attrs import evolve, field, frozen
+
+from dgr.client.pipeline import Pipeline, Timeouts, open_pipeline_on
+from dgr.cluster.route_file import RouteFile, read_route_file
+from dgr.cluster.visitors import VisitorLog, says_something
+from dgr.core.arguments import check_instance, flag, instance, number, optional, whole
+from dgr.engine.base import EngineDescription
+from dgr.engine.vocab import LlamaVocabulary
+from dgr.errors import (
+    DeadlineExceeded,
+    DgrError,
+    FrameError,
+    InputError,
+    InvalidRoute,
+    LinkBroken,
+    Overloaded,
+    PeerRefused,
+)
+from dgr.protocol.identity import check_alike, check_neighbours, check_wants, describe_identity, identity_of
+from dgr.stage.shard import Shard, limits_of
+from dgr.v4.mtp import refuse_value
+from dgr.v4.state_map import ContextShape
+from dgr.wire import frames
+from dgr.wire.frames import Denied, Hello, Role, Welcome
+from dgr.wire.framing import Limits, Received
+from dgr.wire.handshake import HANDSHAKE_LIMITS, exchange_preamble
+from dgr.wire.links import Link, LinkStatistics, open_link
+from dgr.wire.nurseries import open_nursery
+from dgr.wire.tcp import Credentials, Transport, accept_tls, dial, names_host, parse_address, peer_names
+
+__all__ = ["LinkPolicy", "RemoteConnector", "ServerStatistics", "StageServer", "open_route"]
+
+_log = logging.getLogger("dgr.links")
+
+
+@frozen
+class LinkPolicy:
+    """How links between processes behave."""
+
+    #: TLS credentials of this process; None: plain TCP, on loopback only unless ``allow_plain``.
+    credentials: Credentials | None = field(default=None, validator=optional(instance(Credentials)))
+    allow_plain: bool = field(default=False, validator=flag())
+    #: Seconds for connecting, for TLS and for the handshake, each.
+    handshake: float = field(default=10.0, validator=number(0, above=True))
+    #: Seconds after which an idle link shows a sign of life; a peer silent for three is given up.
+    heartbeat: float = field(default=2.0, validator=number(0, above=True))
+    #: Links a stage holds at once, as many connections that are not greeted yet, and as many links to next stages; more
+    #: are refused as they come.
+    max_links: int = field(default=64, validator=whole(1))
+
+
+def _arriving(limits: Limits, role: Role) -> Limits:
+    """What may come from whoever opened a link: residuals from a stage, and no payload from anyone else."""
+    return evolve(limits, n_vocab=0, boundary_width=limits.boundary_width if role is Role.STAGE else 0)
+
+
+async def _first_frame(link: Link, seconds: float, what: str) -> Received:
+    with trio.move_on_after(seconds):
+        async for received in link:
+            return received
+        raise LinkBroken(f"{link.name}: the other side closed the link instead of {what}")
+    raise DeadlineExceeded(f"{link.name}: no {what} within {seconds:g} s")
+
+
+@asynccontextmanager
+async def _open(address: str, policy: LinkPolicy, hello: Hello) -> AsyncIterator[tuple[Link, Welcome]]:
+    """A link to a stage, greeted and agreed on."""
+    transport = await dial(
+        address, credentials=policy.credentials, allow_plain=policy.allow_plain, seconds=policy.handshake
+    )
+    try:
+        await exchange_preamble(transport, policy.handshake)
+    except BaseException:
+        await trio.aclose_forcefully(transport)
+        raise
+    async with open_link(transport, HANDSHAKE_LIMITS, name=f"to {address}", heartbeat=policy.heartbeat) as link:
+        link.send_nowait(hello)
+        answer = (await _first_frame(link, policy.handshake, "Welcome")).frame
+        match answer:
+            case Welcome():
+                limits = limits_of(describe_identity(answer.identity))
+                if answer.credit < limits.under_way // 2:
+                    raise FrameError(
+                        f"stage {address} takes {answer.credit} bytes of payload at a time; one boundary of"
+                        f" {limits.n_batch} tokens is {limits.under_way // 2}"
+                    )
+                # A next stage answers without payloads; the tail sends logits to a client.
+                incoming = _arriving(limits, Role.PIPELINE) if hello.role is Role.STAGE else None
+                link.agree(limits, answer.credit, incoming=incoming)
+                yield link, answer
+            case Denied():
+                raise PeerRefused(f"stage {address} refused the link: {answer.message}")
+            case _:
+                raise FrameError(f"stage {address} answered Hello with {type(answer).__name__}")
+
+
+class RemoteConnector:
+    """Opens control links to stages over TCP; the :class:`~dgr.client.pipeline.Connector` of a client.
+
+    ``artifact`` and ``context``: what the stages must be and run with, where the caller knows.
+    """
+
+    def __init__(
+        self,
+        policy: LinkPolicy,
+        *,
+        name: str = "pipeline",
+        wants: tuple[str, ...] = ("decode",),
+        artifact: str | None = None,
+        context: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._policy = policy
+        self._hello = Hello(Role.PIPELINE, name, None, wants)
+        self._artifact = artifact
+        self._context = dict(context or {})
+
+    @asynccontextmanager
+    async def __call__(self, address: str) -> AsyncIterator[tuple[Link, EngineDescription]]:
+        async with _open(address, self._policy, self._hello) as (link, welcome):
+            self._check(address, welcome.identity)
+            yield link, describe_identity(welcome.identity)
+
+    def _check(self, address: str, identity: frames.Identity) -> None:
+        if self._artifact is not None and identity.artifact != self._artifact:
+            raise InvalidRoute(f"stage {address} runs artifact {identity.artifact}; the route is for {self._artifact}")
+        for name, wanted in self._context.items():
+            has = getattr(identity.context, name)
+            rounded = ContextShape(wanted).n_ctx_seq if name == "n_ctx" else wanted  # as upstream rounds it
+            if has not in (wanted, rounded):
+                raise InvalidRoute(f"stage {address} runs with {name} = {has}; the route is for {wanted}")
+
+
+@asynccontextmanager
+async def open_route(
+    route: str | Path | RouteFile,
+    *,
+    policy: LinkPolicy | None = None,
+    model: str | Path | None = None,
+    chunk: int | None = None,
+    window: int | None = None,
+    retries: int = 2,
+    timeouts: Timeouts | None = None,
+    mtp: None = None,
+) -> AsyncIterator[Pipeline]:
+    """A pipeline over stages in other processes, as a route file names them.
+
+    ``model``: a GGUF whose vocabulary to use (default: the route file's ``model``); without one, prompts are token ids and
+    answers have no text. ``policy``: links (default: TLS with the route file's credentials). ``mtp`` is reserved: anything but
+    None is refused with :class:`~dgr.errors.MtpNotExecutable`.
+    """
+    refuse_value("mtp", mtp)
+    check_instance("route", route, str, Path, RouteFile)
+    file = route if isinstance(route, RouteFile) else await trio.to_thread.run_sync(read_route_file, route)
+    if policy is None:
+        policy = LinkPolicy(credentials=None if file.tls is None else Credentials(*file.tls))
+    check_instance("policy", policy, LinkPolicy)
+    connector = RemoteConnector(policy, artifact=file.artifact, context=file.context)
+    with ExitStack() as stack:
+        path = model or file.model
+        vocabulary = None if path is None else stack.enter_context(LlamaVocabulary(path))
+        async with open_pipeline_on(
+            connector,
+            file.route,
+            vocabulary=vocabulary,
+            chunk=chunk,
+            window=window,
+            retries=retries,
+            timeouts=timeouts,
+        ) as pipeline:
+            yield pipeline
+
+
+@frozen
+class ServerStatistics:
+    """A snapshot of a stage's server."""
+
+    #: Links that came and are served now.
+    links: int
+    #: Connections that are not greeted yet.
+    strangers: int
+    #: Links served since the start.
+    accepted: int
+    #: Connections since the start that never became links.
+    refused: int
+    #: Links to next stages: (own address, next stage's) -> counters.
+    leaving: Mapping[tuple[str, str], LinkStatistics]
+
+
+class StageServer:
+    """Takes links for one shard, and opens those to next stages."""
+
+    def __init__(self, policy: LinkPolicy) -> None:
+        self._policy = policy
+        self._shard: Shard | None = None
+        self._nursery: trio.Nursery | None = None
+        self._next: dict[tuple[str, str], Link] = {}
+        self._dialing: dict[tuple[str, str], trio.Lock] = {}
+        self._visitors = VisitorLog()
+        self._links = self._strangers = self._accepted = self._refused = 0
+
+    @property
+    def _served(self) -> Shard:
+        assert self._shard is not None
+        return self._shard
+
+    def statistics(self) -> ServerStatistics:
+        leaving = {pair: link.statistics() for pair, link in self._next.items()}
+        return ServerStatistics(self._links, self._strangers, self._accepted, self._refused, leaving)
+
+    # --- towards the next stage ---
+
+    async def dial(self, own: str, successor: str) -> Link:
+        """The boundary link to a next stage; the :data:`~dgr.stage.shard.Dialer` of a stage process."""
+        assert self._nursery is not None
+        pair = own, successor
+        lock = self._dialing.setdefault(pair, trio.Lock())
+        try:
+            async with lock:
+                link = self._next.get(pair)
+                if link is None:
+                    await self._drop_unused()
+                    if len(self._next) >= self._policy.max_links:
+                        raise Overloaded(
+                            f"this stage holds {len(self._next)} links to next stages, and takes no more than"
+                            f" {self._policy.max_links}"
+                        )
+                    link = await self._nursery.start(self._hold, own, successor)
+                return link
+        finally:
+            if not lock.locked():
+                self._dialing.pop(pair, None)
+
+    async def _drop_unused(self) -> None:
+        """Routes come and go; a link to a stage that no route leads to any more is not kept beside a new one."""
+        for pair, link in list(self._next.items()):
+            making = self._dialing.get(pair)  # held until whoever had it made has it
+            if not self._served.pushes_to(link) and not (making is not None and making.locked()):
+                self._next.pop(pair, None)
+                await link.aclose()
+
+    async def _hold(
+        self, own: str, successor: str, *, task_status: trio.TaskStatus[Link] = trio.TASK_STATUS_IGNORED
+    ) -> None:
+        ours = identity_of(self._served.description)
+        started = False
+        try:
+            async with _open(successor, self._policy, Hello(Role.STAGE, own, ours)) as (link, welcome):
+                check_alike(f"stage {successor}", welcome.identity, ours)
+                check_neighbours(ours, welcome.identity)
+                self._next[own, successor] = link
+                started = True
+                task_status.started(link)
+                try:
+                    await self._served.watch_successor(link)
+                finally:
+                    if self._next.get((own, successor)) is link:
+                        del self._next[own, successor]
+        except DgrError as error:
+            if not started:
+                raise
+            _log.warning("link to stage %s: %s", successor, error)
+        except Exception:
+            if not started:
+                raise
+            _log.exception("link to stage %s ends by a defect; everything else goes on", successor)
+
+    # --- from pipelines and previous stages ---
+
+    async def serve(
+        self,
+        shard: Shard,
+        listeners: list[trio.SocketListener],
+        context: ssl.SSLContext | None,
+        *,
+        task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+    ) -> None:
+        """Take links until cancelled. Nothing a peer does ends this."""
+        self._shard = shard
+        async with open_nursery() as self._nursery:
+            task_status.started()
+            await trio.serve_listeners(partial(self._take, context), listeners)
+
+    async def _take(self, context: ssl.SSLContext | None, stream: trio.SocketStream) -> None:
+        who = _where_from(stream)
+        if self._strangers >= self._policy.max_links:
+            self._refused += 1
+            self._visitors.left(
+                who, Overloaded(f"{self._strangers} connections are not greeted yet; this one was closed")
+            )
+            await trio.aclose_forcefully(stream)
+            return
+        self._strangers += 1
+        greeted = False
+        try:
+            if not await says_something(stream, self._policy.handshake):
+                _log.debug("%s: it left without a word, as health probes do", who)
+                return
+            transport = await accept_tls(stream, context, self._policy.handshake)
+            async with self._greet(transport) as (link, serve):
+                greeted = True
+                self._strangers -= 1
+                self._accepted += 1
+                self._links += 1
+                await serve(link)
+        except (DgrError, OSError) as error:
+            if greeted:
+                _log.warning("%s: %s", who, error)
+            else:
+                self._visitors.left(who, error)
+        except Exception:
+            _log.exception("%s: the link ends by a defect; everything else goes on", who)
+        finally:
+            if greeted:
+                self._links -= 1
+            else:
+                self._strangers -= 1
+                self._refused += 1
+            with trio.CancelScope(shield=True):
+                await trio.aclose_forcefully(stream)
+
+    @asynccontextmanager
+    async def _greet(self, transport: Transport) -> AsyncIterator[tuple[Link, Callable[[Link], Awaitable[None]]]]:
+        """A link that belongs here, and what serves it."""
+        seconds = self._policy.handshake
+        await exchange_preamble(transport, seconds)
+        async with open_link(transport, HANDSHAKE_LIMITS, name="a new link", heartbeat=self._policy.heartbeat) as link:
+            hello = (await _first_frame(link, seconds, "Hello")).frame
+            try:
+                serve = self._admit(hello, transport)
+            except (InputError, FrameError) as error:
+                link.send_nowait(Denied(str(error)[:4096]))
+                with trio.move_on_after(seconds):
+                    await link.flush()
+                raise
+            assert isinstance(hello, Hello)
+            link.name = f"from {hello.name!r}"
+            limits = limits_of(self._served.description)
+            link.send_nowait(Welcome(identity_of(self._served.description), limits.under_way))
+            link.agree(limits, None, limits.under_way, incoming=_arriving(limits, hello.role))
+            yield link, serve
+
+    def _admit(self, hello: frames.Frame, transport: Transport) -> Callable[[Link], Awaitable[None]]:
+        """Who is it, and does it belong here? Gives what serves its link."""
+        if not isinstance(hello, Hello):
+            raise FrameError(f"a link begins with Hello, not with {type(hello).__name__}")
+        if self._links >= self._policy.max_links:
+            raise InputError(f"this stage serves {self._links} links, and takes no more than {self._policy.max_links}")
+        ours = identity_of(self._served.description)
+        check_wants(hello.wants, ours)
+        if hello.role is Role.PIPELINE:
+            return self._served.serve_control
+        if hello.identity is None:
+            raise FrameError("a stage must say what it is: its Hello has no identity")
+        host, _ = parse_address(hello.name)
+        describe_identity(hello.identity)
+        check_alike(f"stage {hello.name}", hello.identity, ours)
+        check_neighbours(hello.identity, ours)
+        names = peer_names(transport)
+        if names is not None and not names_host(names, host):
+            raise InvalidRoute(
+                f"the peer calls itself {hello.name}, but its certificate is for {', '.join(sorted(names)) or 'no host'}"
+            )
+        return partial(self._served.serve_boundary, peer=hello.name)
+
+
+def _where_from(stream: trio.SocketStream) -> str:
+    """The other end of a connection, for people."""
+    try:
+        return "from {}:{}".format(*stream.socket.getpeername()[:2])
+    except OSError:  # it is gone already
+        return "from a peer that is gone"

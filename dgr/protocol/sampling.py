@@ -1,0 +1,94 @@
+"""Sampling parameters on their way to the tail and back, and what is refused on the way.
+
+A value out of range must be refused before any token is committed: on a link it would be no frame of the schema, and at
+the sampler it would come too late.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+import struct
+
+import msgspec
+
+from dgr.core.arguments import check_instance
+from dgr.engine.base import SamplingParams
+from dgr.errors import InputError
+from dgr.wire import frames
+
+__all__ = ["from_wire", "sampling_problem", "to_wire"]
+
+_FIELD = re.compile(r"\$\[(\d+)\]")
+_FLOATS = ("temperature", "top_p", "min_p", "repeat_penalty", "frequency_penalty", "presence_penalty")
+#: Field -> least, whether least itself is refused, most, and the value that turns it off.
+_RANGES = {
+    "temperature": (0.0, False, math.inf, 0.0),
+    "top_p": (0.0, True, 1.0, 1.0),
+    "min_p": (0.0, False, 1.0, 0.0),
+    "repeat_penalty": (0.0, True, math.inf, 1.0),
+}
+
+
+def to_wire(params: SamplingParams, n_vocab: int) -> frames.Sampling:
+    """The frame's part. Raises :class:`InputError` for a value that no stage would take."""
+    check_instance("sampling", params, SamplingParams)
+    values = {name: _plain(name, getattr(params, name)) for name in frames.Sampling.__struct_fields__}
+    try:
+        sampling = msgspec.convert(tuple(values.values()), frames.Sampling)
+    except msgspec.ValidationError as error:
+        raise InputError(f"sampling parameters are refused: {_named(str(error))}") from error
+    if (problem := sampling_problem(sampling, n_vocab)) is not None:
+        raise InputError(problem)
+    return sampling
+
+
+def _plain(name: str, value: object) -> int | float:
+    """A number of any type (numpy's too) as Python's own."""
+    try:
+        if isinstance(value, bool | str | bytes | bytearray):
+            raise TypeError
+        return float(value) if name in _FLOATS else operator.index(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, OverflowError):
+        kind = "a number" if name in _FLOATS else "a whole number"
+        raise InputError(f"sampling parameters are refused: {name} is {value!r}; give {kind}") from None
+
+
+def _named(message: str) -> str:
+    """msgspec counts the fields of an array-like struct; people know their names."""
+    return _FIELD.sub(lambda match: frames.Sampling.__struct_fields__[int(match[1])], message)
+
+
+def from_wire(sampling: frames.Sampling | None) -> SamplingParams | None:
+    """What the engine takes."""
+    if sampling is None:
+        return None
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        repeat_penalty=sampling.repeat_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        presence_penalty=sampling.presence_penalty,
+        penalty_last_n=sampling.penalty_last_n,
+        seed=sampling.seed,
+        choice=sampling.choice,
+        top_logprobs=sampling.top_logprobs,
+    )
+
+
+def sampling_problem(sampling: frames.Sampling, n_vocab: int) -> str | None:
+    """What a sampler would refuse of values that the schema lets pass. It computes in float32: so they are rounded first."""
+    for name, (least, above, most, off) in _RANGES.items():
+        value = getattr(sampling, name)
+        rounded = struct.unpack("f", struct.pack("f", value))[0]
+        if rounded > most or rounded < least or (above and rounded == least):
+            limits = f"above {least:g}" if above else f"{least:g} or more"
+            limits += "" if most == math.inf else f" and at most {most:g}"
+            as_float = "" if rounded == value else f", which is {rounded:g} as a float32"
+            return f"{name} is {value:g}{as_float}; it must be {limits} ({off:g} turns it off)"
+    if sampling.top_logprobs > n_vocab:
+        return f"top_logprobs is {sampling.top_logprobs}, must be at most the vocabulary of {n_vocab}"
+    return None

@@ -1,0 +1,213 @@
+"""Every state machine of the runtime, as flat tables.
+
+Rule 1: every way in which a state may change is in this file. A pair (state, event) is either in its table or refused with
+:class:`~dgr.core.state_machine.InvalidTransition`; the diagrams in ``docs/state-machines.md`` are drawn from these tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any
+
+from dgr.core.state_machine import Table
+
+__all__ = [
+    "CLIENT",
+    "EPOCH",
+    "MACHINES",
+    "ROUTE",
+    "SESSION",
+    "ClientEvent",
+    "ClientState",
+    "EpochEvent",
+    "EpochState",
+    "RouteEvent",
+    "RouteState",
+    "SessionEvent",
+    "SessionState",
+]
+
+
+class SessionState(Enum):
+    """A session on one shard."""
+
+    #: Holds P tokens and waits for work.
+    IDLE = "idle"
+    #: A native step of this session is queued or running.
+    RUNNING = "running"
+    #: Ended while a native step was running; its slot is cleared when the step returns.
+    CLOSING = "closing"
+    #: Its values are not to be trusted; nothing but its end is accepted.
+    POISONED = "poisoned"
+    #: Slot cleared, bytes back.
+    CLOSED = "closed"
+
+
+class SessionEvent(Enum):
+    #: A work frame passed every check.
+    WORK = "work"
+    #: The native step committed its tokens.
+    COMMITTED = "committed"
+    #: A guard refused the step: nothing was changed.
+    REFUSED = "refused"
+    #: Native code failed, or values were not finite.
+    FAILED = "failed"
+    #: Closed by the pipeline, evicted, expired or fenced.
+    END = "end"
+
+
+class EpochState(Enum):
+    """A route session on one shard."""
+
+    #: No epoch yet.
+    UNFENCED = "unfenced"
+    #: Older sessions are being torn down.
+    FENCING = "fencing"
+    #: The current epoch admits work.
+    LIVE = "live"
+    #: The pipeline is gone and so is all state.
+    GONE = "gone"
+
+
+class EpochEvent(Enum):
+    #: A fence with a higher epoch came.
+    FENCE = "fence"
+    #: Every slot of older epochs is cleared and every byte is back.
+    DRAINED = "drained"
+    #: The successor could not be reached.
+    FAILED = "failed"
+    #: The pipeline's control link ended.
+    LEAVE = "leave"
+
+
+class ClientState(Enum):
+    """A session as its pipeline sees it."""
+
+    #: No stage holds state for it.
+    COLD = "cold"
+    #: Every stage holds exactly the committed tokens.
+    READY = "ready"
+    #: Work is in flight.
+    WORKING = "working"
+    #: Cancelled: what is in flight drains, nothing new starts.
+    DRAINING = "draining"
+    #: State is lost on at least one stage; it is dropped on all before anything else.
+    LOST = "lost"
+    #: Closed by its owner.
+    CLOSED = "closed"
+
+
+class ClientEvent(Enum):
+    #: Every stage leased a slot.
+    OPENED = "opened"
+    #: A chunk was sent.
+    SEND = "send"
+    #: The last chunk in flight was answered.
+    ANSWERED = "answered"
+    #: The caller gave up on an answer.
+    CANCEL = "cancel"
+    #: A miss, a refusal, a dead link, a missed deadline or a route change.
+    LOSE = "lose"
+    #: Every stage dropped what it held.
+    DROPPED = "dropped"
+    #: The owner is done.
+    CLOSE = "close"
+
+
+class RouteState(Enum):
+    """A route as its pipeline sees it."""
+
+    #: Stages are being fenced for a new epoch.
+    FENCING = "fencing"
+    #: Every stage of the route answered Fenced for the current epoch.
+    LIVE = "live"
+    #: A stage did not answer in time or its link broke; a new route (or the same again) may be set.
+    DOWN = "down"
+    #: The pipeline is closed.
+    CLOSED = "closed"
+
+
+class RouteEvent(Enum):
+    #: Every stage answered Fenced.
+    FENCED = "fenced"
+    #: A new epoch begins.
+    CHANGE = "change"
+    #: A link broke or a deadline passed.
+    BREAK = "break"
+    #: The pipeline's scope ends.
+    CLOSE = "close"
+
+
+SESSION: Table[SessionState, SessionEvent] = Table(
+    {
+        (SessionState.IDLE, SessionEvent.WORK): SessionState.RUNNING,
+        (SessionState.IDLE, SessionEvent.FAILED): SessionState.POISONED,
+        (SessionState.IDLE, SessionEvent.END): SessionState.CLOSED,
+        (SessionState.RUNNING, SessionEvent.COMMITTED): SessionState.IDLE,
+        (SessionState.RUNNING, SessionEvent.REFUSED): SessionState.IDLE,
+        (SessionState.RUNNING, SessionEvent.FAILED): SessionState.POISONED,
+        (SessionState.RUNNING, SessionEvent.END): SessionState.CLOSING,
+        (SessionState.CLOSING, SessionEvent.COMMITTED): SessionState.CLOSED,
+        (SessionState.CLOSING, SessionEvent.REFUSED): SessionState.CLOSED,
+        (SessionState.CLOSING, SessionEvent.FAILED): SessionState.CLOSED,
+        (SessionState.POISONED, SessionEvent.END): SessionState.CLOSED,
+    },
+    SessionState.IDLE,
+)
+
+EPOCH: Table[EpochState, EpochEvent] = Table(
+    {
+        (EpochState.UNFENCED, EpochEvent.FENCE): EpochState.FENCING,
+        (EpochState.UNFENCED, EpochEvent.LEAVE): EpochState.GONE,
+        (EpochState.FENCING, EpochEvent.FENCE): EpochState.FENCING,
+        (EpochState.FENCING, EpochEvent.DRAINED): EpochState.LIVE,
+        (EpochState.FENCING, EpochEvent.FAILED): EpochState.UNFENCED,
+        (EpochState.FENCING, EpochEvent.LEAVE): EpochState.GONE,
+        (EpochState.LIVE, EpochEvent.FENCE): EpochState.FENCING,
+        (EpochState.LIVE, EpochEvent.LEAVE): EpochState.GONE,
+    },
+    EpochState.UNFENCED,
+)
+
+CLIENT: Table[ClientState, ClientEvent] = Table(
+    {
+        (ClientState.COLD, ClientEvent.OPENED): ClientState.READY,
+        (ClientState.COLD, ClientEvent.LOSE): ClientState.LOST,
+        (ClientState.COLD, ClientEvent.CLOSE): ClientState.CLOSED,
+        (ClientState.READY, ClientEvent.SEND): ClientState.WORKING,
+        (ClientState.READY, ClientEvent.LOSE): ClientState.LOST,
+        (ClientState.READY, ClientEvent.CLOSE): ClientState.CLOSED,
+        (ClientState.WORKING, ClientEvent.SEND): ClientState.WORKING,
+        (ClientState.WORKING, ClientEvent.ANSWERED): ClientState.READY,
+        (ClientState.WORKING, ClientEvent.CANCEL): ClientState.DRAINING,
+        (ClientState.WORKING, ClientEvent.LOSE): ClientState.LOST,
+        (ClientState.WORKING, ClientEvent.CLOSE): ClientState.CLOSED,
+        (ClientState.DRAINING, ClientEvent.ANSWERED): ClientState.READY,
+        (ClientState.DRAINING, ClientEvent.CANCEL): ClientState.DRAINING,
+        (ClientState.DRAINING, ClientEvent.LOSE): ClientState.LOST,
+        (ClientState.DRAINING, ClientEvent.CLOSE): ClientState.CLOSED,
+        (ClientState.LOST, ClientEvent.LOSE): ClientState.LOST,
+        (ClientState.LOST, ClientEvent.DROPPED): ClientState.COLD,
+        (ClientState.LOST, ClientEvent.CLOSE): ClientState.CLOSED,
+    },
+    ClientState.COLD,
+)
+
+ROUTE: Table[RouteState, RouteEvent] = Table(
+    {
+        (RouteState.FENCING, RouteEvent.FENCED): RouteState.LIVE,
+        (RouteState.FENCING, RouteEvent.BREAK): RouteState.DOWN,
+        (RouteState.FENCING, RouteEvent.CLOSE): RouteState.CLOSED,
+        (RouteState.LIVE, RouteEvent.CHANGE): RouteState.FENCING,
+        (RouteState.LIVE, RouteEvent.BREAK): RouteState.DOWN,
+        (RouteState.LIVE, RouteEvent.CLOSE): RouteState.CLOSED,
+        (RouteState.DOWN, RouteEvent.CHANGE): RouteState.FENCING,
+        (RouteState.DOWN, RouteEvent.BREAK): RouteState.DOWN,
+        (RouteState.DOWN, RouteEvent.CLOSE): RouteState.CLOSED,
+    },
+    RouteState.FENCING,
+)
+
+#: By name, for the documentation and the completeness test.
+MACHINES: Mapping[str, Table[Any, Any]] = {"session": SESSION, "epoch": EPOCH, "client": CLIENT, "route": ROUTE}

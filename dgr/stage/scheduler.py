@@ -1,0 +1,186 @@
+"""The one owner of an engine: merges ready work of several sessions into native batches, one at a time."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import trio
+from attrs import define, field, frozen
+
+from dgr.engine.base import Frontier, Output, SamplingParams, ShardEngine, TopLogprob, Work
+from dgr.errors import EngineError, InputError, NonFinite
+from dgr.stage.engine_thread import Worker
+
+__all__ = ["StepResult", "Stepper", "StepperStatistics"]
+
+T = TypeVar("T")
+
+_log = logging.getLogger("dgr.shard")
+
+#: Requests that may wait for the engine; each session has at most one, so the slots are the real bound.
+_QUEUE = 1024
+
+
+@frozen
+class StepResult:
+    """What one session's work gave: a residual, rows of logits, or a drawn token."""
+
+    output: Output
+    token: int | None = None
+    top: tuple[TopLogprob, ...] = ()
+
+
+@frozen
+class StepperStatistics:
+    """Counters since the shard started."""
+
+    #: Native batches run.
+    batches: int
+    #: Work items in them; more than ``batches`` when sessions were merged.
+    items: int
+    tokens: int
+
+
+@define(eq=False)
+class _Request:
+    work: Work
+    sampling: SamplingParams | None
+    history: Sequence[int]
+    done: trio.Event = field(factory=trio.Event)
+    outcome: StepResult | EngineError | InputError | None = None
+    #: The session gave up waiting before the step began.
+    abandoned: bool = False
+
+
+def _execute(engine: ShardEngine, requests: list[_Request]) -> None:
+    """Run requests as one batch, in the worker thread. A guard's refusal is pinned on its own request."""
+    try:
+        outputs = engine.run([request.work for request in requests])
+    except (InputError, NonFinite) as error:
+        if len(requests) == 1:
+            requests[0].outcome = error
+        else:
+            for request in requests:
+                _execute(engine, [request])
+        return
+    except EngineError as error:
+        for request in requests:
+            request.outcome = error
+        return
+    for request, output in zip(requests, outputs, strict=True):
+        request.outcome = _finish(engine, request, output)
+
+
+def _finish(engine: ShardEngine, request: _Request, output: Output) -> StepResult | EngineError | InputError:
+    if not output.finite:
+        work = request.work
+        return NonFinite(
+            f"NaN or Inf among the values of positions {work.position}..{work.position + len(work.tokens) - 1};"
+            " the session is lost on every stage"
+        )
+    if request.sampling is None or output.logits is None:
+        return StepResult(output)
+    try:
+        token, top = engine.sample(output.logits, request.history, request.sampling)
+    except EngineError as error:
+        return error
+    except InputError as error:
+        # Too late for "nothing was changed": the tokens are committed.
+        return EngineError(f"no token could be drawn after its logits were made: {error}")
+    return StepResult(output, token, top)
+
+
+class Stepper:
+    """Runs an engine. ``run`` is its loop; every other method may be called by any task."""
+
+    def __init__(self, engine: ShardEngine) -> None:
+        self._engine = engine
+        self._n_batch = engine.describe().context.n_batch
+        self._inbox, self._outbox = trio.open_memory_channel[_Request](_QUEUE)
+        self._held: _Request | None = None
+        self._lock = trio.Lock()
+        self._worker = Worker("dgr-engine")
+        self._batches = self._items = self._tokens = 0
+
+    def statistics(self) -> StepperStatistics:
+        return StepperStatistics(self._batches, self._items, self._tokens)
+
+    async def run(self) -> None:
+        """Take what is ready, run it, answer; forever. The engine's thread ends with it."""
+        try:
+            while True:
+                batch = await self._next_batch()
+                if batch:
+                    await self._run(batch)
+                    self._batches += 1
+                    self._items += len(batch)
+                    self._tokens += sum(len(request.work.tokens) for request in batch)
+                    for request in batch:
+                        request.done.set()
+        finally:
+            self._worker.stop()
+
+    async def _run(self, batch: list[_Request]) -> None:
+        try:
+            await self._call(lambda: _execute(self._engine, batch))
+        except Exception as error:
+            # What one session brought must not end the engine of all: a defect is a failure of this batch alone.
+            _log.exception("a batch of %d sessions meets a defect; please report this", len(batch))
+            for request in batch:
+                request.outcome = EngineError(f"the engine failed: {type(error).__name__}: {error}")
+
+    async def _next_batch(self) -> list[_Request]:
+        first = self._held if self._held is not None else await self._outbox.receive()
+        self._held = None
+        batch: list[_Request] = []
+        room = self._n_batch
+        following: _Request | None = first
+        while following is not None:
+            if not following.abandoned:
+                room -= len(following.work.tokens)
+                if room < 0 and batch:
+                    self._held = following
+                    break
+                batch.append(following)
+            try:
+                following = self._outbox.receive_nowait()
+            except trio.WouldBlock:
+                following = None
+        return sorted(batch, key=lambda request: request.work.slot)
+
+    async def step(self, work: Work, sampling: SamplingParams | None, history: Sequence[int]) -> StepResult:
+        """Run one session's work, merged with whatever else is ready.
+
+        Raises InputError when a guard refused (nothing changed), EngineError when the session is lost. Cancelled while
+        waiting: a step that has begun still ends, its result is dropped.
+        """
+        request = _Request(work, sampling, history)
+        try:
+            self._inbox.send_nowait(request)
+        except trio.WouldBlock:
+            await self._inbox.send(request)
+        try:
+            await request.done.wait()
+        except trio.Cancelled:
+            request.abandoned = True
+            raise
+        if isinstance(request.outcome, Exception):
+            raise request.outcome
+        assert request.outcome is not None
+        return request.outcome
+
+    async def clear(self, slot: int) -> None:
+        """Erase a slot once no step is running."""
+        await self._call(lambda: self._engine.close(slot))
+
+    async def frontier(self, slot: int) -> Frontier:
+        """Read a slot's frontier between two steps."""
+        return await self._call(lambda: self._engine.frontier(slot))
+
+    async def _call(self, function: Callable[[], T]) -> T:
+        async with self._lock:
+            if self._engine.inline:
+                return function()
+            return await self._worker.run(function)

@@ -1,0 +1,276 @@
+"""The session actor: one conversation's state on one shard, for one epoch.
+
+It holds a sequence slot, knows the tokens committed there (P and the prefix digest), and takes work frames one after
+another. A frame that does not fit exactly what it holds is answered with a miss and changes nothing.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from typing import Protocol
+
+import trio
+
+from dgr.core.prefix import PrefixDigest
+from dgr.core.state_machine import Machine
+from dgr.engine.base import EngineDescription, Frontier, LogitsWanted, Work
+from dgr.errors import EngineError, InputError, NonFinite, WireError
+from dgr.protocol.sampling import from_wire, sampling_problem
+from dgr.protocol.states import SESSION, SessionEvent, SessionState
+from dgr.stage.ledger import Lease
+from dgr.stage.scheduler import Stepper, StepResult
+from dgr.wire import frames
+from dgr.wire.frames import Boundary, Key, Miss, Refusal, Tokens
+
+__all__ = ["Outlet", "SessionActor", "WorkFrame"]
+
+WorkFrame = Tokens | Boundary
+
+#: A work frame, its payload, and whom to tell once it is done with.
+_Delivery = tuple[WorkFrame, memoryview | None, Callable[[], None]]
+
+#: Work frames that may wait for one session; a pipeline keeps fewer in flight.
+INBOX = 64
+
+
+class Outlet(Protocol):
+    """Where a session's answers go; bound to one epoch."""
+
+    async def reply(self, frame: frames.Frame, payload: memoryview | bytes | None = None) -> None:
+        """To the pipeline that owns the route session."""
+        ...
+
+    async def forward(self, frame: Boundary, payload: memoryview | bytes) -> None:
+        """To the next stage."""
+        ...
+
+
+class SessionActor:
+    """One (route session, epoch, session) on one shard. The supervisor alone makes and ends it."""
+
+    def __init__(
+        self,
+        key: Key,
+        lease: Lease,
+        first_seq: int,
+        *,
+        stepper: Stepper,
+        description: EngineDescription,
+        outlet: Outlet,
+        time_to_live: float,
+        on_end: Callable[[SessionActor], None],
+    ) -> None:
+        self.key = key
+        self.lease = lease
+        #: Set when the slot is cleared and the lease returned.
+        self.ended = trio.Event()
+        #: What a later frame for this session is told; None when its pipeline closed it.
+        self.epitaph: Miss | None = None
+        self.last_active = trio.current_time()
+        self._first_seq = first_seq
+        self._cancelled_through = 0
+        self._stepper = stepper
+        self._description = description
+        self._outlet = outlet
+        self._time_to_live = time_to_live
+        self._on_end = on_end
+        self._machine = Machine(SESSION)
+        self._scope = trio.CancelScope()
+        self._send, self._receive = trio.open_memory_channel[_Delivery](INBOX)
+        #: Frames taken and not dealt with yet: in the inbox, on their way out of it, or being handled.
+        self._undone = 0
+        self._prefix = PrefixDigest()
+        # Only the tail draws tokens, and penalties look at the whole transcript.
+        self._history = array("i") if description.is_tail else None
+
+    @property
+    def state(self) -> SessionState:
+        return self._machine.state
+
+    @property
+    def position(self) -> int:
+        """Tokens committed (P)."""
+        return self._prefix.position
+
+    @property
+    def digest(self) -> bytes:
+        return self._prefix.digest()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the session could make room: no step under way, no work waiting, no answer on its way out."""
+        return not self._undone and not self.is_ending
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether it takes no more work: :meth:`end` was called, or its supervisor leaves."""
+        return self._scope.cancel_called or self.state in (SessionState.CLOSING, SessionState.CLOSED)
+
+    # --- what the supervisor does to it ---
+
+    def deliver(self, frame: WorkFrame, payload: memoryview | None, consumed: Callable[[], None]) -> bool:
+        """Queue work; False when the inbox is full. ``consumed`` is called when the frame has been dealt with."""
+        try:
+            self._send.send_nowait((frame, payload, consumed))
+        except trio.WouldBlock:
+            return False
+        self._undone += 1
+        self.last_active = trio.current_time()
+        return True
+
+    def cancel(self, last_seq: int) -> None:
+        """Do not start queued work up to ``last_seq``."""
+        self._cancelled_through = max(self._cancelled_through, last_seq)
+
+    def end(self, epitaph: Miss | None) -> None:
+        """Begin the end; :attr:`ended` tells when it is complete. Ending twice is harmless."""
+        if self.is_ending:
+            return
+        self.epitaph = epitaph
+        self._scope.cancel()
+
+    async def frontier(self) -> Frontier:
+        """The native frontier of the slot."""
+        return await self._stepper.frontier(self.lease.slot)
+
+    # --- its own life ---
+
+    async def run(self) -> None:
+        """Serve work until ended; the slot is cleared and the lease returned whatever happens."""
+        try:
+            with self._scope:
+                await self._serve()
+        finally:
+            self._machine.fire(SessionEvent.END)
+            try:
+                with trio.CancelScope(shield=True):
+                    await self._stepper.clear(self.lease.slot)  # waits for a step under way
+                if self._machine.state is SessionState.CLOSING:
+                    self._machine.fire(SessionEvent.COMMITTED)
+                self._on_end(self)
+            finally:
+                # A slot that could not be cleared stays leased for good: what is in it must meet no other session.
+                self._drop_queued()
+                self.ended.set()
+
+    async def _serve(self) -> None:
+        while True:
+            with trio.move_on_after(self._time_to_live) as patience:
+                frame, payload, consumed = await self._receive.receive()
+            if patience.cancelled_caught:
+                if self._undone:
+                    continue  # work came in the very moment
+                self.end(Miss.EXPIRED)
+                await trio.sleep_forever()
+            try:
+                await self._handle(frame, payload)
+            finally:
+                self._undone -= 1
+                consumed()
+            self.last_active = trio.current_time()
+
+    def _drop_queued(self) -> None:
+        """Frames that nobody will handle any more give their credit back.
+
+        Nobody waits for an answer either: a session with frames left was closed or fenced, by the one who sent them.
+        """
+        while True:
+            try:
+                _frame, _payload, consumed = self._receive.receive_nowait()
+            except trio.WouldBlock:
+                return
+            consumed()
+
+    async def _handle(self, frame: WorkFrame, payload: memoryview | None) -> None:
+        if frame.seq < self._first_seq:
+            return  # a late frame of an earlier life; nobody waits for its answer
+        if frame.seq <= self._cancelled_through:
+            await self._outlet.reply(frames.Cancelled(self.key, frame.seq, self.position))
+        elif (reason := self._missing(frame)) is not None:
+            await self._outlet.reply(frames.CacheMiss(self.key, frame.seq, reason, self.position))
+        elif (problem := self._unacceptable(frame)) is not None:
+            await self._refuse(frame, Refusal.INPUT, problem)
+        else:
+            await self._step(frame, payload)
+
+    def _missing(self, frame: WorkFrame) -> Miss | None:
+        """Why the session does not hold what the frame expects."""
+        if self.state is SessionState.POISONED:
+            return Miss.POISONED
+        if frame.expect.position != self.position:
+            return Miss.POSITION
+        if frame.expect.digest != self.digest:
+            return Miss.DIGEST
+        return None
+
+    def _unacceptable(self, frame: WorkFrame) -> str | None:
+        """Why the frame breaks a limit of the stage."""
+        about = self._description
+        largest = max(frame.tokens)
+        if largest >= about.n_vocab:
+            return f"token id {largest} is outside the vocabulary of {about.n_vocab}"
+        end = self.position + len(frame.tokens)
+        if end > about.context.n_ctx:
+            return f"{end} tokens do not fit n_ctx {about.context.n_ctx}"
+        if frame.sampling is not None and frame.logits != LogitsWanted.LAST:
+            return "a token is drawn from the last row: sampling needs logits = 1 (last)"
+        return None if frame.sampling is None else sampling_problem(frame.sampling, about.n_vocab)
+
+    async def _step(self, frame: WorkFrame, payload: memoryview | None) -> None:
+        tail = self._description.is_tail
+        work = Work(
+            slot=self.lease.slot,
+            position=self.position,
+            tokens=frame.tokens,
+            residual=payload,
+            logits=LogitsWanted(frame.logits) if tail else LogitsWanted.NONE,
+        )
+        if self._history is not None:
+            self._history.extend(frame.tokens)
+        self._machine.fire(SessionEvent.WORK)
+        try:
+            result = await self._stepper.step(work, from_wire(frame.sampling) if tail else None, self._history or ())
+        except InputError as error:
+            self._machine.fire(SessionEvent.REFUSED)
+            if self._history is not None:
+                del self._history[-len(frame.tokens) :]
+            await self._refuse(frame, Refusal.INPUT, str(error))
+        except EngineError as error:
+            code = Refusal.NON_FINITE if isinstance(error, NonFinite) else Refusal.ENGINE
+            await self._poison(frame, code, str(error))
+        else:
+            self._machine.fire(SessionEvent.COMMITTED)
+            self._prefix.extend(frame.tokens)
+            await self._answer(frame, result)
+
+    async def _answer(self, frame: WorkFrame, result: StepResult) -> None:
+        output, key, seq = result.output, self.key, frame.seq
+        if output.residual is not None:
+            size = memoryview(output.residual).nbytes
+            boundary = Boundary(key, seq, frame.expect, frame.tokens, frame.logits, frame.sampling, payload=size)
+            try:
+                await self._outlet.forward(boundary, output.residual)
+            except WireError as error:
+                await self._poison(frame, Refusal.SUCCESSOR, str(error))
+        elif result.token is not None:
+            top = tuple((candidate.token, candidate.logprob) for candidate in result.top)
+            await self._outlet.reply(frames.Token(key, seq, self.position, result.token, top))
+        elif output.logits is not None:
+            size = memoryview(output.logits).nbytes
+            n_rows = size // (4 * self._description.n_vocab)
+            await self._outlet.reply(frames.Logits(key, seq, self.position, n_rows, size), output.logits)
+        else:
+            await self._outlet.reply(frames.Advanced(key, seq, self.position))
+
+    async def _poison(self, frame: WorkFrame, code: Refusal, message: str) -> None:
+        """The session is lost: clear its slot at once, so that nothing of it lives on."""
+        self._machine.fire(SessionEvent.FAILED)
+        self._prefix = PrefixDigest()
+        if self._history is not None:
+            self._history = array("i")
+        await self._stepper.clear(self.lease.slot)
+        await self._refuse(frame, code, message)
+
+    async def _refuse(self, frame: WorkFrame, code: Refusal, message: str) -> None:
+        await self._outlet.reply(frames.Refused(self.key, frame.seq, code, message[:4096]))

@@ -1,0 +1,443 @@
+"""The shard: one engine, its stepper and ledger, and the route sessions it serves.
+
+A shard admits several route sessions. Links come in two kinds: a *control* link belongs to one pipeline and carries its
+requests and answers; a *boundary* link comes from a previous stage. The reader of either never waits.
+
+What serves one peer ends alone: whatever goes wrong in a route session or on a link, even by a defect of ours, ends that
+route session or that link, is logged, and is told to its pipeline. The shard and everyone else on it live on.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from weakref import WeakKeyDictionary
+
+import trio
+from attrs import frozen
+
+from dgr.engine.base import EngineDescription, ShardEngine
+from dgr.engine.budget import check_budget
+from dgr.errors import LinkBroken, WireError
+from dgr.protocol.states import EpochState
+from dgr.stage.ledger import Lease, Ledger
+from dgr.stage.peers import close, confined, grant, say_ready
+from dgr.stage.scheduler import Stepper, StepperStatistics
+from dgr.stage.session import SessionActor
+from dgr.stage.supervisor import EpochSupervisor
+from dgr.wire import frames
+from dgr.wire.frames import Key, Miss, Refusal
+from dgr.wire.framing import Limits, Received
+from dgr.wire.links import Link
+from dgr.wire.nurseries import cancelled_first, open_nursery
+
+__all__ = ["LEAST_IDLE", "Dialer", "Shard", "ShardStatistics", "limits_of", "open_shard"]
+
+_log = logging.getLogger("dgr.shard")
+
+#: Seconds without work after which a session may have to make room for another.
+LEAST_IDLE = 1.0
+
+#: (own address, successor's address) -> the boundary link between them.
+Dialer = Callable[[str, str], Awaitable[Link]]
+
+
+@frozen
+class ShardStatistics:
+    """A snapshot of a shard."""
+
+    #: Route sessions it serves.
+    routes: int
+    #: Live sessions over all routes.
+    sessions: int
+    #: Bytes of state leased to them.
+    leased_bytes: int
+    #: The same by component.
+    leased: dict[str, int]
+    #: Sessions ended to make room for others.
+    evictions: int
+    #: Frames dropped because their route session is not known here.
+    strays: int
+    steps: StepperStatistics
+
+
+def limits_of(description: EngineDescription) -> Limits:
+    """What a link to or from a stage may carry."""
+    width = max(description.width_in, description.width_out)
+    return Limits(n_batch=description.context.n_batch, boundary_width=max(width, 1), n_vocab=description.n_vocab)
+
+
+#: Waits for epochs that no pipeline has fenced here yet; more is a flood.
+_AWAITING = 1024
+#: Route sessions of one control link; a pipeline has one.
+_ROUTES_PER_LINK = 16
+
+
+def _nothing() -> None:
+    """A frame without payload takes no credit."""
+
+
+def _hand_over(
+    supervisor: EpochSupervisor,
+    frame: frames.Open | frames.Close | frames.Probe | frames.Tokens | frames.Cancel,
+    payload: memoryview | None,
+) -> None:
+    match frame:
+        case frames.Tokens():
+            supervisor.work(frame, payload, _nothing)
+        case frames.Cancel():
+            supervisor.cancel(frame)
+        case _:
+            supervisor.request(frame)
+
+
+class Shard:
+    """One stage's runtime. Made by :func:`open_shard`."""
+
+    def __init__(
+        self,
+        engine: ShardEngine,
+        dial: Dialer,
+        *,
+        name: str,
+        time_to_live: float,
+        least_idle: float,
+        fence_timeout: float,
+        memory_budget: int | None,
+    ) -> None:
+        self.name = name
+        self.description = engine.describe()
+        memory = engine.memory()
+        check_budget(
+            {f"stage {name} ({self.description.layers})": memory}, self.description.context.n_seq_max, memory_budget
+        )
+        self.ledger = Ledger(memory, self.description.context.n_seq_max)
+        self.stepper = Stepper(engine)
+        self.time_to_live = time_to_live
+        self.least_idle = least_idle
+        self.fence_timeout = fence_timeout
+        self._engine = engine
+        self._dial = dial
+        self._routes: dict[bytes, EpochSupervisor] = {}
+        #: Links whose stage, by its name, waits until a (route, epoch) is admitted here.
+        self._awaiting: dict[tuple[bytes, int, str], Link] = {}
+        self._nursery: trio.Nursery | None = None
+        #: One connection to a next stage is made at a time for each control link: a pipeline needs no more, and cannot
+        #: have this stage hold many sockets to whoever accepts and says nothing.
+        self._dialing: WeakKeyDictionary[Link, trio.Lock] = WeakKeyDictionary()
+        self._leasing = trio.Lock()
+        self._evictions = 0
+        self._strays = 0
+
+    def statistics(self) -> ShardStatistics:
+        return ShardStatistics(
+            routes=len(self._routes),
+            sessions=len(self._actors()),
+            leased_bytes=self.ledger.leased_bytes,
+            leased=self.ledger.leased(),
+            evictions=self._evictions,
+            strays=self._strays,
+            steps=self.stepper.statistics(),
+        )
+
+    def _actors(self) -> list[SessionActor]:
+        return [actor for supervisor in self._routes.values() for actor in supervisor.sessions.values()]
+
+    # --- what supervisors ask of their host ---
+
+    async def lease(self, owner: Hashable, wanted: Callable[[], bool]) -> Lease | None:
+        """A slot for a session; the session idle for longest makes room if it must."""
+        async with self._leasing:  # one after another, or everyone who waits would wake for every slot
+            return await self._lease(owner, wanted)
+
+    async def _lease(self, owner: Hashable, wanted: Callable[[], bool]) -> Lease | None:
+        while wanted():
+            if (lease := self.ledger.lease(owner)) is not None:
+                return lease
+            leaving = next((actor for actor in self._actors() if actor.is_ending), None)
+            if leaving is None:
+                idle_since = trio.current_time() - self.least_idle
+                leaving = min(
+                    (actor for actor in self._actors() if actor.is_idle and actor.last_active <= idle_since),
+                    key=lambda actor: actor.last_active,
+                    default=None,
+                )
+                if leaving is None:
+                    return None
+                leaving.end(Miss.EVICTED)
+                self._evictions += 1
+            await leaving.ended.wait()
+        return None
+
+    async def dial(self, control: Link, own: str, successor: str) -> Link:
+        """The boundary link to a next stage, for a route session of the pipeline behind ``control``."""
+        async with self._dialing.setdefault(control, trio.Lock()):
+            return await self._dial(own, successor)
+
+    def pushes_to(self, link: Link) -> bool:
+        """Whether some route session sends its boundaries over a link."""
+        return any(supervisor.successor is link for supervisor in self._routes.values())
+
+    def announce(self, supervisor: EpochSupervisor) -> None:
+        """Tell a stage that waits for it that an epoch is admitted."""
+        link = self._awaiting.pop((supervisor.route, supervisor.epoch, supervisor.predecessor), None)
+        if link is not None:
+            say_ready(link, supervisor.route, supervisor.epoch)
+        self._forget_waits(supervisor)
+
+    def _forget_waits(self, supervisor: EpochSupervisor) -> None:
+        """Waits for epochs that will never be admitted here."""
+        for wait in [wait for wait in self._awaiting if wait[0] == supervisor.route and wait[1] <= supervisor.epoch]:
+            del self._awaiting[wait]
+
+    # --- links ---
+
+    async def serve_control(self, link: Link) -> None:
+        """Read a pipeline's link until it ends; its route sessions end with it, and the link is closed."""
+        with confined(f"link {link.name}"):
+            await self._serve_control(link)
+
+    async def _serve_control(self, link: Link) -> None:
+        async with open_nursery() as nursery:
+            try:
+                async for received in link:
+                    await self._on_control(link, received.frame, received.payload, nursery)
+            except WireError:
+                # Broken or hostile: either way the link is over, and nothing else of the shard is touched.
+                pass
+            finally:
+                nursery.cancel_scope.cancel()
+                for supervisor in [one for one in self._routes.values() if one.control is link]:
+                    supervisor.leave()
+                await close(link)
+
+    async def serve_boundary(self, link: Link, peer: str) -> None:
+        """Read the link of a previous stage, which the route knows as ``peer``, until it ends; the link is closed."""
+        with confined(f"link {link.name}"):
+            try:
+                async for received in link:
+                    self._on_boundary(link, peer, received)
+            except WireError:
+                # As above. The pipeline learns of a dead stage on its own control link to it.
+                pass
+            finally:
+                self._awaiting = {wait: waiting for wait, waiting in self._awaiting.items() if waiting is not link}
+                await close(link)
+
+    def _on_boundary(self, link: Link, peer: str, received: Received) -> None:
+        frame, payload = received.frame, received.payload
+        if isinstance(frame, frames.AwaitReady):
+            self._await_ready(link, peer, frame)
+            return
+        if not isinstance(frame, frames.Boundary) or payload is None:
+            raise WireError(f"{type(frame).__name__} came on a boundary link")
+        size = payload.nbytes
+        supervisor = self._routes.get(frame.key.route)
+        if supervisor is None:
+            self._strays += 1
+            link.grant(size)
+        elif frame.key.epoch == supervisor.epoch and supervisor.predecessor != peer:
+            # A fault of this route alone; others share the link.
+            supervisor.refuse(frame, f"a boundary came from {peer}, which is not the stage before this one")
+            link.grant(size)
+        else:
+            with self._blaming(supervisor):
+                supervisor.work(frame, payload, lambda: grant(link, size))
+
+    def _await_ready(self, link: Link, peer: str, frame: frames.AwaitReady) -> None:
+        supervisor = self._routes.get(frame.route)
+        if supervisor is not None and supervisor.epoch > frame.epoch:
+            return  # that epoch is over here, and the pipeline knows
+        if supervisor is not None and supervisor.epoch == frame.epoch and supervisor.state is EpochState.LIVE:
+            if supervisor.predecessor == peer:
+                say_ready(link, supervisor.route, supervisor.epoch)
+            # else: the route is at fault, and others share the link; the fence that waits will say so
+        elif len(self._awaiting) >= _AWAITING:
+            raise WireError(f"{_AWAITING} stages wait for epochs that were never fenced here")
+        else:
+            self._awaiting[frame.route, frame.epoch, peer] = link
+
+    async def watch_successor(self, link: Link) -> None:
+        """Read what comes back on the link to a next stage until it ends."""
+        why = "it failed on this side"
+        with confined(f"link {link.name}"):
+            why = await self._hear_successor(link)
+        for supervisor in list(self._routes.values()):
+            supervisor.successor_lost(link, why)
+
+    async def _hear_successor(self, link: Link) -> str:
+        """Gives why the link ended."""
+        try:
+            async for received in link:
+                if not isinstance(received.frame, frames.Ready):
+                    raise WireError(f"{type(received.frame).__name__} came back on a boundary link")
+                supervisor = self._routes.get(received.frame.route)
+                if supervisor is not None:
+                    supervisor.successor_ready(link, received.frame.epoch)
+        except WireError as error:
+            return str(error)
+        return "closed by the other side"
+
+    async def _on_control(
+        self, link: Link, frame: frames.Frame, payload: memoryview | None, nursery: trio.Nursery
+    ) -> None:
+        match frame:
+            case frames.Fence():
+                supervisor = self._routes.get(frame.route) or await self._admit(frame.route, link)
+                if supervisor.control is link:
+                    await supervisor.started.wait()
+                    with self._blaming(supervisor, frame.epoch):
+                        supervisor.request(frame)
+                elif len(nursery.child_tasks) < _ROUTES_PER_LINK:
+                    nursery.start_soon(self._take_over, link, frame, supervisor)
+                else:
+                    raise WireError("the link fences many route sessions of other links; the pipeline floods")
+            case frames.Open() | frames.Close() | frames.Probe() | frames.Tokens() | frames.Cancel():
+                known = self._routes.get(frame.key.route)
+                if known is None or known.control is not link:
+                    self._answer_stranger(link, frame)
+                else:
+                    await known.started.wait()  # it may have been taken over in this very moment
+                    with self._blaming(known):
+                        _hand_over(known, frame, payload)
+            case _:
+                raise WireError(f"{type(frame).__name__} came on a control link")
+
+    async def _take_over(self, link: Link, frame: frames.Fence, former: EpochSupervisor) -> None:
+        """A route session comes on another link: its pipeline left and came back, faster than its state could go."""
+        with trio.move_on_after(self.fence_timeout):
+            await former.ended.wait()
+        try:
+            supervisor = self._routes.get(frame.route) or await self._admit(frame.route, link)
+            if supervisor.control is link:
+                await supervisor.started.wait()
+                with self._blaming(supervisor, frame.epoch):
+                    supervisor.request(frame)
+            else:
+                problem = "the route session belongs to another link"
+                link.send_nowait(frames.Refused(Key(frame.route, frame.epoch, 0), 0, Refusal.PROTOCOL, problem))
+        except WireError:
+            # The link is over; whoever reads it ends what there is of the route session.
+            return
+
+    def _answer_stranger(
+        self, link: Link, frame: frames.Open | frames.Close | frames.Probe | frames.Tokens | frames.Cancel
+    ) -> None:
+        """A route session that is not known here holds nothing here."""
+        self._strays += 1
+        match frame:
+            case frames.Close():
+                link.send_nowait(frames.Closed(frame.key, frame.seq, 0))
+            case frames.Tokens() | frames.Open() | frames.Probe():
+                link.send_nowait(frames.CacheMiss(frame.key, frame.seq, Miss.UNKNOWN, 0))
+
+    async def _admit(self, route: bytes, link: Link) -> EpochSupervisor:
+        if sum(supervisor.control is link for supervisor in self._routes.values()) >= _ROUTES_PER_LINK:
+            raise WireError(f"the link has {_ROUTES_PER_LINK} route sessions already; a pipeline has one")
+        tasks, supervisor = self._tasks, EpochSupervisor(route, link, self)
+        self._routes[route] = supervisor
+        await tasks.start(self._supervise, supervisor)
+        return supervisor
+
+    async def _supervise(
+        self, supervisor: EpochSupervisor, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
+    ) -> None:
+        try:
+            await supervisor.run(task_status=task_status)
+        except Exception as error:
+            self._fail(supervisor, error)  # its sessions are cleared and their slots are back
+        finally:
+            del self._routes[supervisor.route]
+            self._forget_waits(supervisor)
+            supervisor.ended.set()
+
+    @contextmanager
+    def _blaming(self, supervisor: EpochSupervisor, epoch: int | None = None) -> Iterator[None]:
+        """A defect in the handling of a frame ends its route session; others may share the link."""
+        try:
+            yield
+        except WireError:
+            raise  # the link's
+        except Exception as error:
+            self._fail(supervisor, error, epoch)
+            supervisor.leave()
+
+    def _fail(self, supervisor: EpochSupervisor, error: Exception, epoch: int | None = None) -> None:
+        _log.error(
+            "route session %s of stage %s ends by a defect; please report this",
+            supervisor.route.hex(),
+            self.name,
+            exc_info=error,
+        )
+        supervisor.fail(f"stage {self.name} failed in this route session: {type(error).__name__}: {error}", epoch)
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Serve until cancelled; on the way out every session ends and every slot is cleared."""
+        # The stepper outlives the sessions, which wait for it to clear their slots, also when all is cancelled at once.
+        stepping = trio.CancelScope(shield=True)
+
+        async def step() -> None:
+            with stepping:
+                await self.stepper.run()
+
+        async with open_nursery() as outer:
+            outer.start_soon(step)
+            try:
+                async with open_nursery() as nursery:
+                    self._nursery = nursery
+                    task_status.started()
+                    try:
+                        await trio.sleep_forever()
+                    finally:
+                        self._nursery = None  # it takes no more tasks, though sessions may still be ending in it
+            finally:
+                stepping.cancel()
+
+    def start_soon(self, function: Callable[..., Awaitable[object]], *args: object) -> None:
+        """Run a task among the shard's own: a link that it serves. Raises :class:`LinkBroken` when the shard is ending."""
+        self._tasks.start_soon(function, *args)
+
+    @property
+    def _tasks(self) -> trio.Nursery:
+        if self._nursery is None:
+            raise LinkBroken(f"stage {self.name} is not running")
+        return self._nursery
+
+
+@asynccontextmanager
+async def open_shard(
+    engine: ShardEngine,
+    dial: Dialer,
+    *,
+    name: str = "shard",
+    time_to_live: float = math.inf,
+    least_idle: float = LEAST_IDLE,
+    fence_timeout: float = 30.0,
+    memory_budget: int | None = None,
+) -> AsyncIterator[Shard]:
+    """Run a shard for the length of the block.
+
+    ``dial(own, successor)`` gives the boundary link to a next stage; the shard reads it with :meth:`Shard.watch_successor`,
+    which the dialer starts. ``fence_timeout``: seconds a fence waits for the next stage. ``time_to_live``: seconds after
+    which an idle session is dropped; ``least_idle``: after which it may have to make room for another one.
+    ``memory_budget``: bytes; exceeding it is refused with :class:`~dgr.errors.BudgetExceeded`. The engine is not stopped:
+    it belongs to the caller.
+    """
+    shard = Shard(
+        engine,
+        dial,
+        name=name,
+        time_to_live=time_to_live,
+        least_idle=least_idle,
+        fence_timeout=fence_timeout,
+        memory_budget=memory_budget,
+    )
+    async with open_nursery() as nursery:
+        async with cancelled_first():
+            await nursery.start(shard.run)
+        try:
+            yield shard
+        finally:
+            nursery.cancel_scope.cancel()

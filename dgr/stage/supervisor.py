@@ -1,0 +1,402 @@
+"""The epoch supervisor: one per shard and route session.
+
+It alone makes and ends session actors. A fence raises the epoch at once, so that every older frame is stale from then
+on; ends every older actor; waits until their slots are cleared and their bytes are back; reaches the new successor and
+waits until that one is ready; and only then answers Fenced and admits work. Readiness thus flows from the tail to the
+head: whoever sees the head's Fenced knows that every stage behind it admits the epoch.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Hashable
+from typing import Protocol
+
+import trio
+
+from dgr.core.state_machine import Machine
+from dgr.engine.base import EngineDescription, Frontier
+from dgr.errors import DgrError, WireError
+from dgr.protocol.states import EPOCH, EpochEvent, EpochState
+from dgr.stage.ledger import Lease, Ledger
+from dgr.stage.scheduler import Stepper
+from dgr.stage.session import SessionActor, WorkFrame
+from dgr.wire import frames
+from dgr.wire.frames import Boundary, Key, Miss, Refusal
+from dgr.wire.links import Link
+from dgr.wire.nurseries import open_nursery
+
+__all__ = ["EpochSupervisor", "Host"]
+
+#: Ended sessions whose fate is remembered, to tell a late frame why.
+_EPITAPHS = 1024
+#: Times a probe looks at a session that works on meanwhile.
+_PROBES = 8
+#: Control requests of one route session that may be under way at once.
+_REQUESTS = 1024
+
+
+class Host(Protocol):
+    """What the shard offers its supervisors."""
+
+    stepper: Stepper
+    ledger: Ledger
+    description: EngineDescription
+    time_to_live: float
+    #: Seconds a fence waits for its successor.
+    fence_timeout: float
+
+    async def lease(self, owner: Hashable, wanted: Callable[[], bool]) -> Lease | None:
+        """A slot, evicting the oldest idle session of any route if none is free, as long as it is wanted."""
+        ...
+
+    async def dial(self, control: Link, own: str, successor: str) -> Link:
+        """The boundary link to a next stage, on behalf of whoever is behind ``control``.
+
+        ``own`` is the address by which the route knows this stage.
+        """
+        ...
+
+    def announce(self, supervisor: EpochSupervisor) -> None:
+        """Tell a stage that waits for it that the epoch is admitted."""
+        ...
+
+
+class EpochSupervisor:
+    """The sessions of one route session on one shard."""
+
+    def __init__(self, route: bytes, control: Link, host: Host) -> None:
+        self.route = route
+        self.control = control
+        self.epoch = 0
+        #: Address of the stage before this one; empty on a head. Boundaries are taken from no one else.
+        self.predecessor = ""
+        self.sessions: dict[int, SessionActor] = {}
+        #: Set when it takes requests.
+        self.started = trio.Event()
+        #: Set when nothing of the route session is left here.
+        self.ended = trio.Event()
+        self._host = host
+        self._machine = Machine(EPOCH)
+        self._successor: Link | None = None
+        self._successor_ready = trio.Event()
+        #: The fence that is reaching its next stage.
+        self._reaching = trio.CancelScope()
+        self._epitaphs: OrderedDict[int, Miss] = OrderedDict()
+        self._scope = trio.CancelScope()
+        self._nursery: trio.Nursery | None = None
+        self._requests = 0
+        #: Session -> sequence number of the Open that waits for a slot.
+        self._opening: dict[int, int] = {}
+
+    @property
+    def state(self) -> EpochState:
+        return self._machine.state
+
+    @property
+    def successor(self) -> Link | None:
+        """The boundary link to the next stage in the present epoch."""
+        return self._successor
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Own the session actors until :meth:`leave`; nothing of them outlives this call."""
+        with self._scope:
+            async with open_nursery() as nursery:
+                self._nursery = nursery
+                self.started.set()
+                task_status.started()
+                await trio.sleep_forever()
+
+    def leave(self) -> None:
+        """The pipeline is gone: end every session."""
+        if self.state is not EpochState.GONE:
+            self._machine.fire(EpochEvent.LEAVE)
+            self._scope.cancel()
+
+    def fail(self, problem: str, epoch: int | None = None) -> None:
+        """Tell the pipeline that nothing of the route session is left here; it fences anew. ``epoch``: what it fences now."""
+        key = Key(self.route, self.epoch if epoch is None else epoch, 0)
+        self._answer(frames.Refused(key, 0, Refusal.ENGINE, problem[:4096]))
+
+    # --- requests, from the control link's reader; none of these waits ---
+    #
+    # Requests take effect in the order in which they came: what one changes at once is changed here, in the reader.
+    # Only its waits (for a slot, for slots to be cleared, for the next stage) are a task's; tasks start in any order.
+
+    def request(self, frame: frames.Fence | frames.Open | frames.Close | frames.Probe) -> None:
+        """Start a control request. It runs beside the sessions' work, never behind it."""
+        if self._requests >= _REQUESTS:
+            raise WireError(f"{_REQUESTS} control requests of one route session are under way; the pipeline floods")
+        if self.state is EpochState.GONE:
+            return
+        match frame:
+            case frames.Fence():
+                if (old := self._begin_fence(frame)) is not None:
+                    self._start(self._fence, frame, old)
+            case frames.Open():
+                if self._begin_open(frame):
+                    self._start(self._open, frame)
+            case frames.Close():
+                self._start(self._close, frame, self._begin_close(frame))
+            case frames.Probe():
+                self._start(self._probe, frame)
+
+    def _start(self, handler: Callable[..., Awaitable[None]], *args: object) -> None:
+        async def run() -> None:
+            try:
+                await handler(*args)
+            finally:
+                self._requests -= 1
+
+        assert self._nursery is not None
+        self._requests += 1
+        self._nursery.start_soon(run)
+
+    def work(self, frame: WorkFrame, payload: memoryview | None, consumed: Callable[[], None]) -> None:
+        """Hand a work frame to its session, or answer why not. ``consumed`` is called once the frame is done with."""
+        key = frame.key
+        if key.epoch != self.epoch:
+            self._answer(frames.StaleEpoch(key, frame.seq, self.epoch))
+        elif (actor := self.sessions.get(key.session)) is None or actor.is_ending:
+            self._answer(frames.CacheMiss(key, frame.seq, self._why_missing(key, actor), 0))
+        elif actor.deliver(frame, payload, consumed):
+            return
+        else:
+            self._answer(
+                frames.Refused(
+                    key, frame.seq, Refusal.OVERLOADED, "the session's inbox is full: keep fewer frames in flight"
+                )
+            )
+        consumed()
+
+    def refuse(self, frame: WorkFrame, problem: str) -> None:
+        """Answer work that may not come this way."""
+        self._answer(frames.Refused(frame.key, frame.seq, Refusal.PROTOCOL, problem))
+
+    def cancel(self, frame: frames.Cancel) -> None:
+        """Stop queued work of a session; bypasses its inbox."""
+        actor = self.sessions.get(frame.key.session)
+        if frame.key.epoch == self.epoch and actor is not None:
+            actor.cancel(frame.last_seq)
+
+    def _why_missing(self, key: Key, ending: SessionActor | None) -> Miss:
+        if self.state is EpochState.FENCING:
+            return Miss.FENCING
+        if ending is not None and ending.epitaph is not None:
+            return ending.epitaph
+        return self._epitaphs.get(key.session, Miss.UNKNOWN)
+
+    def _answer(self, frame: frames.Frame) -> None:
+        try:
+            self.control.send_nowait(frame)
+        except WireError:
+            # The pipeline is gone; the reader of its control link ends this route session.
+            return
+
+    # --- the requests themselves ---
+
+    def _begin_fence(self, frame: frames.Fence) -> list[SessionActor] | None:
+        """Raise the epoch and begin the end of every older session; gives those sessions."""
+        if frame.epoch <= self.epoch:
+            self._answer(frames.StaleEpoch(Key(self.route, frame.epoch, 0), 0, self.epoch))
+            return None
+        self._machine.fire(EpochEvent.FENCE)
+        self.epoch, self.predecessor = frame.epoch, frame.predecessor
+        self._successor = None
+        self._reaching.cancel()  # an older fence that still waits, or dials, gives way
+        self._reaching = trio.CancelScope()
+        self._successor_ready = trio.Event()
+        self._opening.clear()
+        old = list(self.sessions.values())
+        for actor in old:
+            actor.end(None)
+        return old
+
+    async def _fence(self, frame: frames.Fence, old: list[SessionActor]) -> None:
+        released = sum(actor.lease.total for actor in old)
+        for actor in old:
+            await actor.ended.wait()
+        problem = await self._reach_successor(frame) if frame.successor else None
+        if self.epoch != frame.epoch or self.state is not EpochState.FENCING:
+            return  # a newer fence took over while this one waited; it answers
+        if problem is not None:
+            self._machine.fire(EpochEvent.FAILED)
+            self._answer(frames.Refused(Key(self.route, frame.epoch, 0), 0, Refusal.SUCCESSOR, problem[:4096]))
+            return
+        self._epitaphs.clear()
+        self._machine.fire(EpochEvent.DRAINED)
+        self._host.announce(self)
+        self._answer(frames.Fenced(self.route, frame.epoch, len(old), released))
+
+    async def _reach_successor(self, frame: frames.Fence) -> str | None:
+        """Connect to the next stage and wait until it admits the epoch; gives what went wrong."""
+        if self.epoch != frame.epoch:
+            return None
+        scope, ready = self._reaching, self._successor_ready
+        scope.deadline = trio.current_time() + self._host.fence_timeout
+        with scope:
+            try:
+                successor = await self._host.dial(self.control, frame.stage, frame.successor)
+                if self.epoch == frame.epoch:
+                    self._successor = successor
+                    await successor.send(frames.AwaitReady(self.route, frame.epoch))
+                    await ready.wait()
+            except DgrError as error:
+                return f"cannot reach the next stage {frame.successor}: {error}"
+        if not ready.is_set():
+            return f"the next stage {frame.successor} was not ready within {self._host.fence_timeout:g} s"
+        return None
+
+    def successor_ready(self, link: Link, epoch: int) -> None:
+        """The next stage admits an epoch."""
+        if link is self._successor and epoch == self.epoch:
+            self._successor_ready.set()
+
+    def successor_lost(self, link: Link, why: str) -> None:
+        """The link to the next stage ended: what was under way on it is lost, and the pipeline must know at once."""
+        if link is self._successor:
+            self._successor = None
+            key = Key(self.route, self.epoch, 0)
+            self._answer(frames.Refused(key, 0, Refusal.SUCCESSOR, f"the link to the next stage ended: {why}"[:4096]))
+
+    def _begin_open(self, frame: frames.Open) -> bool:
+        """Whether a slot is to be had for it."""
+        key = frame.key
+        if not self._admits(key, frame.seq):
+            return False
+        if key.session in self.sessions or key.session in self._opening:
+            problem = f"session {key.session} is open already; close it first"
+            self._answer(frames.Refused(key, frame.seq, Refusal.PROTOCOL, problem))
+            return False
+        self._opening[key.session] = frame.seq
+        return True
+
+    async def _open(self, frame: frames.Open) -> None:
+        key = frame.key
+
+        def wanted() -> bool:
+            return self._opening.get(key.session) == frame.seq
+
+        # No checkpoint from here on once there is a lease: either it gets its actor or it goes back.
+        lease = await self._host.lease((key, frame.seq), wanted)
+        if not wanted():  # fenced or closed meanwhile; a Close has its own answer
+            self._admits(key, frame.seq)
+            if lease is not None:
+                self._host.ledger.release(lease)
+            return
+        del self._opening[key.session]
+        if lease is None:
+            self._answer(frames.Refused(key, frame.seq, Refusal.OVERLOADED, self._host.ledger.refusal()))
+            return
+        actor = SessionActor(
+            key,
+            lease,
+            frame.seq,
+            stepper=self._host.stepper,
+            description=self._host.description,
+            outlet=_Outlet(self, key.epoch),
+            time_to_live=self._host.time_to_live,
+            on_end=self._ended,
+        )
+        self.sessions[key.session] = actor
+        self._epitaphs.pop(key.session, None)
+        assert self._nursery is not None
+        self._nursery.start_soon(actor.run)
+        self._answer(frames.Opened(key, frame.seq, lease.total))
+
+    def _admits(self, key: Key, seq: int) -> bool:
+        if key.epoch != self.epoch:
+            self._answer(frames.StaleEpoch(key, seq, self.epoch))
+        elif self.state is not EpochState.LIVE:
+            self._answer(frames.CacheMiss(key, seq, Miss.FENCING, 0))
+        else:
+            return True
+        return False
+
+    def _begin_close(self, frame: frames.Close) -> SessionActor | None:
+        """Begin the end of a session, or take back an Open that waits; gives the actor whose end is to be awaited."""
+        key = frame.key
+        if key.epoch != self.epoch:
+            return None
+        self._opening.pop(key.session, None)
+        actor = self.sessions.get(key.session)
+        if actor is not None:
+            actor.end(None)
+        return actor
+
+    async def _close(self, frame: frames.Close, actor: SessionActor | None) -> None:
+        key = frame.key
+        if actor is not None:
+            await actor.ended.wait()
+        if key.epoch == self.epoch:
+            self._epitaphs.pop(key.session, None)
+        self._answer(frames.Closed(key, frame.seq, 0 if actor is None else actor.lease.total))
+
+    async def _probe(self, frame: frames.Probe) -> None:
+        key = frame.key
+        for _ in range(_PROBES):
+            if not self._admits(key, frame.seq):
+                return
+            actor = self.sessions.get(key.session)
+            if actor is None or actor.is_ending:
+                self._answer(frames.CacheMiss(key, frame.seq, self._why_missing(key, actor), 0))
+                return
+            try:
+                frontier = await actor.frontier()
+            except DgrError as error:
+                self._answer(frames.Refused(key, frame.seq, Refusal.ENGINE, str(error)[:4096]))
+                return
+            # One native call reads position and components together; the digest must be of the same moment.
+            if key.epoch == self.epoch and not actor.is_ending and frontier.position == actor.position:
+                self._answer_probe(frame, frontier, actor.digest)
+                return
+        problem = "the session does not stand still: probe it when it is idle"
+        self._answer(frames.Refused(key, frame.seq, Refusal.PROTOCOL, problem))
+
+    def _answer_probe(self, frame: frames.Probe, frontier: Frontier, digest: bytes) -> None:
+        components = tuple(
+            frames.ComponentState(part.name, part.n_layers, part.capacity, part.rows_min, part.rows_max, part.digest)
+            for part in frontier.components
+        )
+        self._answer(frames.Frontier(frame.key, frame.seq, frontier.position, digest, components))
+
+    def _ended(self, actor: SessionActor) -> None:
+        """An actor's slot is cleared: take its bytes back."""
+        self._host.ledger.release(actor.lease)
+        del self.sessions[actor.key.session]
+        if actor.epitaph is not None:
+            self._epitaphs[actor.key.session] = actor.epitaph
+            while len(self._epitaphs) > _EPITAPHS:
+                self._epitaphs.popitem(last=False)
+
+    async def reply(self, epoch: int, frame: frames.Frame, payload: memoryview | bytes | None) -> None:
+        """To the pipeline, if the epoch is still the one the answer belongs to."""
+        if epoch != self.epoch:
+            return
+        try:
+            await self.control.send(frame, payload)
+        except WireError:
+            # As in _answer: the control link's reader ends this route session.
+            return
+
+    async def forward(self, epoch: int, frame: Boundary, payload: memoryview | bytes) -> None:
+        """To the successor, if the epoch is still the one the boundary belongs to."""
+        if epoch != self.epoch:
+            return
+        if self._successor is None:
+            raise WireError("this stage has no successor in the current epoch")
+        await self._successor.send(frame, payload)
+
+
+class _Outlet:
+    """A session's way out, bound to its epoch."""
+
+    def __init__(self, supervisor: EpochSupervisor, epoch: int) -> None:
+        self._supervisor = supervisor
+        self._epoch = epoch
+
+    async def reply(self, frame: frames.Frame, payload: memoryview | bytes | None = None) -> None:
+        await self._supervisor.reply(self._epoch, frame, payload)
+
+    async def forward(self, frame: Boundary, payload: memoryview | bytes) -> None:
+        await self._supervisor.forward(self._epoch, frame, payload)
