@@ -26,7 +26,7 @@ from dgr.gguf.types import GgmlType
 from dgr.gguf.writer import TensorForm
 from dgr.v4.hyper_parameters import HyperParameters
 from dgr.v4.metadata import from_metadata
-from dgr.v4.mtp import Shipped, how_shipped, refuse_artifact
+from dgr.v4.mtp import Shipped, mtp_packaging, refuse_artifact
 from dgr.v4.tensors import TensorKind, TensorSpec, block_tensors, head_tensors, range_tensors, tail_tensors
 
 __all__ = ["Artifact"]
@@ -58,7 +58,7 @@ class Artifact:
             hp = from_metadata(parts.first.metadata, lambda name: unseen or name in names)
         except UnsupportedModel as refused:
             raise UnsupportedModel(f"{parts.first.path}: {refused}") from None
-        shipped = how_shipped(names, hp.n_layers)
+        shipped = mtp_packaging(names, hp.n_layers)
         is_share = given is None and (parts.missing or LAYER_END in parts.first.metadata)
         refuse_artifact(parts.first.path, parts.first.metadata, Shipped.ABSENT if is_share else shipped)
         specs = [*head_tensors(hp), *tail_tensors(hp)]

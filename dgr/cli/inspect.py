@@ -12,11 +12,11 @@ from dgr.cli.inspect_identity import show_cuts, show_identity
 from dgr.cli.progress import progress_bar
 from dgr.cli.streams import print_json
 from dgr.cli.tables import layer_runs, render_table
+from dgr.core.mtp import CONTRACT, RESERVED
 from dgr.core.route import LayerRange
 from dgr.core.units import human_bytes
 from dgr.errors import InputError
 from dgr.v4.hyper_parameters import V4_FLASH, HyperParameters
-from dgr.v4.mtp import CONTRACT, RESERVED
 from dgr.v4.state_map import ContextShape, StateMap, state_map
 
 __all__ = ["register", "run"]

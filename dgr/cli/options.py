@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from dgr.cluster.remote import LinkPolicy
+from dgr.core.mtp import CONTRACT, not_executable
 from dgr.engine.base import ContextParams, Numerics
 from dgr.errors import InputError
-from dgr.v4.mtp import CONTRACT, not_executable
 from dgr.wire.tcp import Credentials
 
 __all__ = [

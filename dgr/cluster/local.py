@@ -13,6 +13,7 @@ from attrs import field, frozen
 from dgr.artifact.artifact import Artifact
 from dgr.client.pipeline import Pipeline, Timeouts, open_pipeline_on
 from dgr.core.arguments import check_flag, check_instance, check_whole, number, optional, whole
+from dgr.core.mtp import refuse_value
 from dgr.core.route import LayerRange, Route, StageRef, parse_split
 from dgr.engine.base import ContextParams, EngineDescription, ShardEngine
 from dgr.engine.budget import check_budget, parse_budget
@@ -20,7 +21,6 @@ from dgr.engine.llama import MOST_THREADS, LlamaEngine, estimate_memory
 from dgr.engine.vocab import LlamaVocabulary
 from dgr.errors import DgrError, InputError, LinkBroken
 from dgr.stage.shard import LEAST_IDLE, Shard, limits_of, open_shard
-from dgr.v4.mtp import refuse_value
 from dgr.wire.links import Link, LinkStatistics, open_link
 from dgr.wire.memory import memory_transports
 from dgr.wire.nurseries import cancelled_first, open_nursery

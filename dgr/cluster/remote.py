@@ -17,6 +17,7 @@ from dgr.client.pipeline import Pipeline, Timeouts, open_pipeline_on
 from dgr.cluster.route_file import RouteFile, read_route_file
 from dgr.cluster.visitors import VisitorLog, says_something
 from dgr.core.arguments import check_instance, flag, instance, number, optional, whole
+from dgr.core.mtp import refuse_value
 from dgr.engine.base import EngineDescription
 from dgr.engine.vocab import LlamaVocabulary
 from dgr.errors import (
@@ -31,7 +32,6 @@ from dgr.errors import (
 )
 from dgr.protocol.identity import check_alike, check_neighbours, check_wants, describe_identity, identity_of
 from dgr.stage.shard import Shard, limits_of
-from dgr.v4.mtp import refuse_value
 from dgr.v4.state_map import ContextShape
 from dgr.wire import frames
 from dgr.wire.frames import Denied, Hello, Role, Welcome

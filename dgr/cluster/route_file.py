@@ -12,10 +12,10 @@ from typing import Any
 
 from attrs import field, frozen
 
+from dgr.core.mtp import refuse_names
 from dgr.core.route import LayerRange, Route, StageRef
 from dgr.errors import InvalidLayerRange, InvalidRoute
 from dgr.text import utf8
-from dgr.v4.mtp import refuse_names
 
 __all__ = ["RouteFile", "format_route_file", "read_route_file"]
 

@@ -13,6 +13,7 @@ from attrs import evolve
 
 from dgr.artifact.artifact import Artifact
 from dgr.core.arguments import check_flag, check_whole
+from dgr.core.mtp import CAPABILITY, RESERVED, refuse_value
 from dgr.core.route import LayerRange
 from dgr.engine.address_space import has_address_limit
 from dgr.engine.base import (
@@ -33,7 +34,6 @@ from dgr.engine.native import Native, NativeHandle, default_native, kernel_finge
 from dgr.engine.numerics import require_certified
 from dgr.errors import EngineError, InputError
 from dgr.v4.hyper_parameters import ARCHITECTURE
-from dgr.v4.mtp import CAPABILITY, RESERVED, refuse_value
 from dgr.v4.state_map import Component
 
 __all__ = ["ADAPTER", "MOST_THREADS", "LlamaEngine", "draw_seed", "estimate_memory"]

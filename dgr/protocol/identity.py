@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from dgr.core.mtp import CAPABILITY, CONTRACT, asks_for_mtp, not_executable, refuse_capabilities
 from dgr.core.route import LayerRange
 from dgr.engine.base import ContextParams, EngineDescription, Numerics
 from dgr.errors import InputError, InvalidRoute
-from dgr.v4.mtp import CAPABILITY, CONTRACT, asks_for_mtp, not_executable, refuse_capabilities
 from dgr.wire import frames
 
 __all__ = ["WIRE_DTYPE", "check_alike", "check_neighbours", "check_wants", "describe_identity", "identity_of"]

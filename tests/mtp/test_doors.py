@@ -19,6 +19,7 @@ from dgr.cli import main
 from dgr.cluster.local import open_cluster
 from dgr.cluster.remote import LinkPolicy, RemoteConnector, StageServer
 from dgr.cluster.route_file import read_route_file
+from dgr.core.mtp import CONTRACT, asks_for_mtp, refuse_capabilities, refuse_value
 from dgr.core.route import LayerRange, Route, StageRef
 from dgr.engine.base import EngineDescription
 from dgr.engine.llama import LlamaEngine, estimate_memory
@@ -32,15 +33,7 @@ from dgr.testing.engines.fake import FakeEngine
 from dgr.testing.mtp_contract.golden import sample_messages
 from dgr.testing.offline import open_fake_pipeline
 from dgr.v4.hyper_parameters import ARCHITECTURE
-from dgr.v4.mtp import (
-    CONTRACT,
-    Shipped,
-    asks_for_mtp,
-    how_shipped,
-    refuse_artifact,
-    refuse_capabilities,
-    refuse_value,
-)
+from dgr.v4.mtp import Shipped, mtp_packaging, refuse_artifact
 from dgr.wire import frames
 from dgr.wire.nurseries import open_nursery
 from dgr.wire.tcp import listen
@@ -285,9 +278,9 @@ def test_more_than_one_block_is_not_v4(merged: Path, tmp_path: Path) -> None:
 
 def test_how_a_block_is_shipped(merged: Path, alone: Path) -> None:
     names = set(Artifact.open(merged).tensors)
-    assert how_shipped(names, 4) is Shipped.MERGED
-    assert how_shipped({name for name in names if ".nextn." not in name}, 4) is Shipped.ABSENT
-    assert how_shipped({name for name in names if not re.match(r"blk\.[0-3]\.", name)}, 4) is Shipped.ALONE
+    assert mtp_packaging(names, 4) is Shipped.MERGED
+    assert mtp_packaging({name for name in names if ".nextn." not in name}, 4) is Shipped.ABSENT
+    assert mtp_packaging({name for name in names if not re.match(r"blk\.[0-3]\.", name)}, 4) is Shipped.ALONE
     refuse_artifact(alone, (), Shipped.MERGED)
 
 
@@ -381,9 +374,9 @@ def test_no_python_code_sets_it() -> None:
         name, code = path.relative_to(REPOSITORY).as_posix(), _code_of(text)
         assert not re.search(r"environ[^\n]{0,40}(mtp|draft|spec)", code, re.IGNORECASE), name
         assert not re.search(r"load_mtp|n_rs_seq|ctx_type", code), name
-        if re.match(r"dgr/(model|testing|selftest/fixture)/|dgr/cli/(inspect|fixture|plan)", name):
+        if re.match(r"dgr/(core/mtp|v4|artifact|testing|selftest/fixture)\b|dgr/cli/(inspect|fixture|plan)", name):
             continue  # values, which run nothing; and what only shows or writes them
-        for harmless in ("refuse_value ( , mtp )", "mtp : None = None", "from dgr . model . mtp import"):
+        for harmless in ("refuse_value ( , mtp )", "mtp : None = None", "from dgr . core . mtp import"):
             code = code.replace(harmless, "")
         left = set(re.findall(r"\b\w*mtp\w*\b", code, re.IGNORECASE))
         assert left <= _REFUSING - {"mtp"}, (name, left)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from dgr.core.mtp import CONTRACT
 from dgr.core.state_machine import InvalidTransition
 from dgr.errors import InputError, MtpNotExecutable
 from dgr.selftest.fixture import write_fixture
@@ -17,7 +18,6 @@ from dgr.testing.mtp_contract.rollback import CompressorRing, RollbackLedger
 from dgr.testing.mtp_contract.route import ClientState, ReferenceRoute
 from dgr.testing.mtp_contract.shard import Answer, ReferenceShard, Taken
 from dgr.testing.mtp_contract.states import TrunkState
-from dgr.v4.mtp import CONTRACT
 
 pytestmark = pytest.mark.mtp_gate
 

@@ -11,6 +11,7 @@ import msgspec
 import pytest
 from other_implementation import Stage
 
+from dgr.core.mtp import CONTRACT
 from dgr.testing.mtp_contract.episodes import BORDERS, EPISODES
 from dgr.testing.mtp_contract.golden import sample_messages, write_golden
 from dgr.testing.mtp_contract.messages import (
@@ -29,7 +30,6 @@ from dgr.testing.mtp_contract.messages import (
 from dgr.testing.mtp_contract.reference import Language
 from dgr.testing.mtp_contract.rollback import RollbackShape
 from dgr.testing.mtp_contract.shard import ReferenceShard
-from dgr.v4.mtp import CONTRACT
 
 GOLDEN = Path(__file__).with_name("golden")
 MESSAGES = json.loads((GOLDEN / "messages.json").read_text(encoding="utf-8"))

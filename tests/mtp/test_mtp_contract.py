@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import msgspec
 import pytest
 
+from dgr.core.mtp import CAPABILITY, CONTRACT, DOCUMENT, RESERVED
 from dgr.core.route import LayerRange
 from dgr.errors import InputError
 from dgr.testing.mtp_contract import messages as mtp_messages
@@ -42,7 +43,6 @@ from dgr.testing.mtp_contract.ownership import (
     with_mtp,
 )
 from dgr.v4.hyper_parameters import V4_FLASH
-from dgr.v4.mtp import CAPABILITY, CONTRACT, DOCUMENT, RESERVED
 from dgr.v4.state_map import ContextShape, state_map
 from dgr.v4.tensors import block_tensors, range_tensors
 from dgr.wire import frames, values

@@ -12,12 +12,12 @@ from typing import Any
 import msgspec
 from attrs import define, evolve, field
 
+from dgr.core.mtp import CONTRACT
 from dgr.testing.mtp_contract.messages import Expectation, Key, Rollback, Want, Work, encode_message
 from dgr.testing.mtp_contract.reference import Language
 from dgr.testing.mtp_contract.rollback import RollbackShape
 from dgr.testing.mtp_contract.route import ReferenceRoute
 from dgr.testing.mtp_contract.shard import expectation
-from dgr.v4.mtp import CONTRACT
 
 __all__ = ["BORDERS", "EPISODES", "ROUTE_ID", "Episode", "border_grid", "text_of"]
 

@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, Protocol
 
+from dgr.core.mtp import CONTRACT
 from dgr.engine.llama import LlamaEngine
 from dgr.errors import InputError
 from dgr.testing.mtp_contract.messages import Reason, Want
@@ -24,7 +25,6 @@ from dgr.testing.mtp_contract.reference import Language
 from dgr.testing.mtp_contract.rollback import RollbackShape
 from dgr.testing.mtp_contract.route import ReferenceRoute, Round
 from dgr.testing.mtp_contract.shard import ReferenceShard
-from dgr.v4.mtp import CONTRACT
 
 __all__ = [
     "CHECKS",

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from dgr.core.mtp import CONTRACT
 from dgr.core.outputs import write_file
 from dgr.testing.mtp_contract.episodes import EPISODES, ROUTE_ID, border_grid
 from dgr.testing.mtp_contract.messages import (
@@ -32,7 +33,6 @@ from dgr.testing.mtp_contract.messages import (
     Work,
 )
 from dgr.testing.mtp_contract.shard import expectation
-from dgr.v4.mtp import CONTRACT
 
 __all__ = ["sample_messages", "write_golden"]
 
