@@ -17,8 +17,8 @@ PAGE = Path(__file__).with_name("state-machines.md")
 TITLES = {
     "session": "A session on one shard",
     "epoch": "A route session on one shard",
-    "client": "A session as its pipeline sees it",
-    "route": "A route as its pipeline sees it",
+    "client session": "A session as its client sees it",
+    "route": "A route as its client sees it",
 }
 INTRODUCTION = """\
 # State machines

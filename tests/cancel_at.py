@@ -12,7 +12,7 @@ class CancelAt(trio.abc.Instrument):
         self.left = step
         self.scope = scope
 
-    def before_task_step(self, task: trio.lowlevel.Task) -> None:  # noqa: ARG002
+    def before_task_step(self, task: trio.lowlevel.Task) -> None:
         self.left -= 1
         if self.left == 0:
             self.scope.cancel()

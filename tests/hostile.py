@@ -13,7 +13,7 @@ import trio
 from dgr.client.control_links import Connector
 from dgr.core.prefix import PrefixDigest
 from dgr.engine.base import EngineDescription
-from dgr.stage.shard import limits_of
+from dgr.protocol.limits import limits_of
 from dgr.wire import frames, memory_transports
 from dgr.wire.framing import Framer, Limits
 from dgr.wire.links import Link, open_link

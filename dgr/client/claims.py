@@ -1,4 +1,4 @@
-"""What a stage may say in an answer: exactly what the request implies. Anything else is refused, and its link is over.
+"""What a stage may say in a reply: exactly what the request implies. Anything else is refused, and its link is over.
 
 A client believes no position, count or token id of a stage, as a stage believes none of a client.
 """
@@ -7,81 +7,68 @@ from __future__ import annotations
 
 import math
 
-from attrs import define, field
-
-from dgr.client.replies import Answer
-from dgr.core.prefix import PrefixDigest
 from dgr.engine.base import LogitsWanted
 from dgr.errors import WireError
 from dgr.wire import frames
 
-__all__ = ["Asked", "check_frontier"]
+__all__ = ["check_frontier", "check_work_reply"]
 
 
-@define(eq=False)
-class Asked:
-    """A work frame in flight, and the place for its answer."""
+def check_work_reply(work: frames.Tokens, reply: frames.Frame, *, is_head: bool, is_tail: bool, n_vocab: int) -> None:
+    """Raise :class:`WireError` for a reply that cannot be one to this work.
 
-    frame: frames.Tokens
-    answer: Answer = field(factory=Answer)
-
-    @property
-    def end(self) -> int:
-        """The position it brings every stage to."""
-        return self.frame.expect.position + len(self.frame.tokens)
-
-    def check(self, answer: frames.Frame, *, head: bool, tail: bool, n_vocab: int) -> None:
-        """Raise :class:`WireError` for an answer that cannot be one to this frame.
-
-        ``head``, ``tail``: whether the stage that answers is the route's head or tail.
-        """
-        match answer:
-            case frames.Advanced():
-                self._check_done(answer, tail, self.frame.logits == LogitsWanted.NONE)
-            case frames.Token():
-                self._check_done(answer, tail, self.frame.sampling is not None)
-                _check_token(answer, self.frame.sampling, n_vocab)
-            case frames.Logits():
-                self._check_done(answer, tail, self.frame.logits == LogitsWanted.ALL)
-                if answer.n_rows != len(self.frame.tokens):
-                    raise WireError(f"{answer.n_rows} rows of logits came for {len(self.frame.tokens)} tokens")
-            case frames.Cancelled():
-                if not head:
-                    raise WireError("a stage that is not the head says that it cancelled a work frame")
-            case frames.CacheMiss() | frames.StaleEpoch() | frames.Refused():
-                return
-            case _:
-                raise WireError(f"a work frame was answered with {type(answer).__name__}")
-
-    def _check_done(self, answer: frames.Advanced | frames.Token | frames.Logits, tail: bool, wanted: bool) -> None:
-        kind = type(answer).__name__
-        if not tail:
-            raise WireError(f"{kind} came from a stage that is not the tail")
-        if not wanted:
-            raise WireError(f"{kind} came for a work frame that did not ask for it")
-        if answer.position != self.end:
-            raise WireError(f"{kind} says position {answer.position}; its work frame ends at {self.end}")
+    ``is_head``, ``is_tail``: whether the stage that replies is the route's head or tail.
+    """
+    match reply:
+        case frames.Advanced():
+            _check_done(work, reply, is_tail, work.logits == LogitsWanted.NONE)
+        case frames.Token():
+            _check_done(work, reply, is_tail, work.sampling is not None)
+            _check_token(reply, work.sampling, n_vocab)
+        case frames.Logits():
+            _check_done(work, reply, is_tail, work.logits == LogitsWanted.ALL)
+            if reply.n_rows != len(work.tokens):
+                raise WireError(f"{reply.n_rows} rows of logits came for {len(work.tokens)} tokens")
+        case frames.Cancelled():
+            if not is_head:
+                raise WireError("a stage that is not the head says that it cancelled a work frame")
+        case frames.CacheMiss() | frames.StaleEpoch() | frames.Refused():
+            return
+        case _:
+            raise WireError(f"a work frame was replied to with {type(reply).__name__}")
 
 
-def _check_token(answer: frames.Token, sampling: frames.Sampling | None, n_vocab: int) -> None:
+def _check_done(
+    work: frames.Tokens, reply: frames.Advanced | frames.Token | frames.Logits, is_tail: bool, wanted: bool
+) -> None:
+    kind, end = type(reply).__name__, work.expect.position + len(work.tokens)
+    if not is_tail:
+        raise WireError(f"{kind} came from a stage that is not the tail")
+    if not wanted:
+        raise WireError(f"{kind} came for a work frame that did not ask for it")
+    if reply.position != end:
+        raise WireError(f"{kind} says position {reply.position}; its work frame ends at {end}")
+
+
+def _check_token(reply: frames.Token, sampling: frames.Sampling | None, n_vocab: int) -> None:
     wanted = 0 if sampling is None else sampling.top_logprobs
-    if answer.token >= n_vocab:
-        raise WireError(f"token id {answer.token} came; the vocabulary has {n_vocab}")
-    if len(answer.top) != wanted:
-        raise WireError(f"{len(answer.top)} top log-probabilities came; {wanted} were asked for")
-    ids = {token for token, _ in answer.top}
+    if reply.token >= n_vocab:
+        raise WireError(f"token id {reply.token} came; the vocabulary has {n_vocab}")
+    if len(reply.top) != wanted:
+        raise WireError(f"{len(reply.top)} top log-probabilities came; {wanted} were asked for")
+    ids = {token for token, _ in reply.top}
     if len(ids) != wanted or any(token >= n_vocab for token in ids):
         raise WireError(f"top log-probabilities came for token ids {sorted(ids)}; the vocabulary has {n_vocab}")
-    if not all(math.isfinite(logprob) for _, logprob in answer.top):
+    if not all(math.isfinite(logprob) for _, logprob in reply.top):
         raise WireError("a top log-probability came that is not finite")
 
 
-def check_frontier(address: str, frontier: frames.Frontier, prefix: PrefixDigest) -> None:
+def check_frontier(stage: str, frontier: frames.Frontier, position: int, digest: bytes) -> None:
     """A session that stands still is on every stage where its client has it. Raises :class:`WireError`."""
-    who = f"stage {address}"
-    if frontier.position != prefix.position:
-        raise WireError(f"{who} says position {frontier.position}; the session has committed {prefix.position} tokens")
-    if frontier.digest != prefix.digest():
+    who = f"stage {stage}"
+    if frontier.position != position:
+        raise WireError(f"{who} says position {frontier.position}; the session has committed {position} tokens")
+    if frontier.digest != digest:
         raise WireError(f"{who} holds other tokens than the session committed: their digests differ")
     names = [part.name for part in frontier.components]
     if len(set(names)) != len(names):

@@ -1,4 +1,4 @@
-"""The switchboard: a pipeline's control links, and who waits for which answer on them."""
+"""A client's control links: one to each stage of its route, one reader task each, and the replies awaited on them."""
 
 from __future__ import annotations
 
@@ -8,66 +8,68 @@ from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 import trio
+from attrs import define
 
-from dgr.client.replies import Answer
+from dgr.client.replies import ControlReply, FenceReply, PendingReplies, PendingReply
 from dgr.core.route import Route, StageRef
 from dgr.engine.base import EngineDescription
-from dgr.errors import DgrError, InvalidRoute, LinkBroken, WireError
+from dgr.errors import InvalidRoute, LinkBroken, WireError
 from dgr.protocol.identity import check_alike, check_neighbours, identity_of
 from dgr.wire import frames
 from dgr.wire.framing import Received
 from dgr.wire.links import Link
 
-__all__ = ["Connector", "StageLink", "Switchboard"]
+__all__ = ["Connector", "ControlLink", "ControlLinks"]
 
 
 class Connector(Protocol):
-    """How a pipeline reaches a stage."""
+    """How a client reaches a stage."""
 
     def __call__(self, address: str) -> AbstractAsyncContextManager[tuple[Link, EngineDescription]]: ...
 
 
-class StageLink:
-    """A stage of the present route: its link and what it said of itself."""
+@define(eq=False)
+class ControlLink:
+    """The link to one stage, and what the stage said of itself."""
 
-    def __init__(self, ref: StageRef, link: Link, description: EngineDescription, scope: trio.CancelScope) -> None:
-        self.ref = ref
-        self.link = link
-        self.description = description
-        self.scope = scope
-        #: Why its control link ended; None while it lives.
-        self.lost: str | None = None
+    ref: StageRef
+    link: Link
+    description: EngineDescription
+    scope: trio.CancelScope
+    #: Why the link ended; None while it lives.
+    lost: str | None = None
 
 
-class Switchboard:
-    """Holds one control link per stage of a route. One reader task each; answers are handed to whoever waits for them."""
+class ControlLinks:
+    """The control links of the present route. What comes on them is handed to ``on_frame``, in the reader's task."""
 
     def __init__(
         self,
         connect: Connector,
+        nursery: trio.Nursery,
         *,
-        on_answer: Callable[[str, Received], None],
-        on_loss: Callable[[StageLink, str], None],
+        on_frame: Callable[[str, Received], None],
+        on_loss: Callable[[str], None],
     ) -> None:
-        self.stages: dict[str, StageLink] = {}
+        #: By the stage's address.
+        self.stages: dict[str, ControlLink] = {}
+        #: Every reply that somebody waits for, whatever it replies to.
+        self.replies = PendingReplies()
         #: What all stages share; set by the first epoch, and later routes must keep to it.
         self.reference: frames.Identity | None = None
-        #: Where the readers run; set by the pipeline for as long as it runs.
-        self.nursery: trio.Nursery | None = None
         self._connect = connect
-        self._on_answer = on_answer
+        self._nursery = nursery
+        self._on_frame = on_frame
         self._on_loss = on_loss
-        self._answers: dict[tuple[str, int, int], Answer] = {}
 
-    async def reach(self, route: Route) -> dict[str, StageLink]:
+    async def reach(self, route: Route) -> dict[str, ControlLink]:
         """Connect to the stages that are not connected yet, and check that all of them fit together."""
-        assert self.nursery is not None
-        stages: dict[str, StageLink] = {}
+        stages: dict[str, ControlLink] = {}
         try:
             for ref in route.stages:
                 known = self.stages.get(ref.address)
                 if known is None or known.lost is not None:
-                    known = await self.nursery.start(self._run_stage, ref)
+                    known = await self._nursery.start(self._hold, ref)
                 stages[ref.address] = known
             _check_fit(route, [stages[ref.address].description for ref in route.stages], self.reference)
         except BaseException:
@@ -77,65 +79,54 @@ class Switchboard:
             raise
         return stages
 
-    async def _run_stage(
-        self, ref: StageRef, *, task_status: trio.TaskStatus[StageLink] = trio.TASK_STATUS_IGNORED
+    def keep_to(self, head: str) -> None:
+        """Remember what the stages of the first route share; ``head`` is the address of one of them."""
+        if self.reference is None:
+            self.reference = identity_of(self.stages[head].description)
+
+    async def _hold(
+        self, ref: StageRef, *, task_status: trio.TaskStatus[ControlLink] = trio.TASK_STATUS_IGNORED
     ) -> None:
         """Hold the control link to a stage and read it."""
         with trio.CancelScope() as scope:
             async with self._connect(ref.address) as (link, description):
-                stage = StageLink(ref, link, description, scope)
+                stage = ControlLink(ref, link, description, scope)
                 task_status.started(stage)
                 why = "closed by the stage"
                 try:
                     async for received in link:
-                        self._on_answer(ref.address, received)
+                        self._on_frame(ref.address, received)
                 except WireError as error:
                     why = str(error)
                 except trio.Cancelled:
-                    # Our own end: nobody reads this link any more, so nobody may wait for an answer on it.
-                    stage.lost = f"stage {ref.address}: its link was closed on this side"
-                    if self.stages.get(ref.address) is stage:
-                        self.fail_waits(LinkBroken(stage.lost), of=ref.address)
+                    # Our own end, no loss; but nobody reads this link any more, so nobody may wait for a reply on it.
+                    self._end(stage, "its link was closed on this side")
                     raise
-                stage.lost = f"stage {ref.address}: {why}"
-                if self.stages.get(ref.address) is stage:
-                    self._on_loss(stage, stage.lost)
+                if self._end(stage, why):
+                    self._on_loss(f"stage {ref.address}: {why}")
 
-    def expect(self, address: str, session: int, seq: int) -> Answer:
-        """Announce a wait for a stage's answer to a request (session 0 and the epoch: a fence)."""
-        answer = Answer()
-        self._answers[address, session, seq] = answer
-        return answer
+    def _end(self, stage: ControlLink, why: str) -> bool:
+        """Fail what waits for a stage; returns whether the present route still counted on it."""
+        address = stage.ref.address
+        stage.lost = f"stage {address}: {why}"
+        if self.stages.get(address) is not stage:
+            return False
+        self.replies.fail(LinkBroken(stage.lost), stage=address)
+        return True
 
-    def forget(self, address: str, session: int, seq: int) -> None:
-        """Nobody waits for that answer any more."""
-        self._answers.pop((address, session, seq), None)
-
-    def settle(self, wait: tuple[str, int, int], received: Received) -> bool:
-        answer = self._answers.pop(wait, None)
-        if answer is not None:
-            answer.set(received)
-        return answer is not None
-
-    def fail_waits(self, error: DgrError, *, of: str | None = None) -> None:
-        """Every wait for an answer, or for one of a stage, ends with an error."""
-        for wait, answer in list(self._answers.items()):
-            if of is None or wait[0] == of:
-                del self._answers[wait]
-                answer.set(error)
-
-    def say(
-        self, address: str, frame: frames.Fence | frames.Open | frames.Close | frames.Probe, answer: Answer
-    ) -> None:
-        """Send a request to a stage; one that cannot be sent is answered at once, and other stages are asked all the same."""
-        stage = self.stages[address]
-        if stage.lost is not None:
-            answer.set(LinkBroken(stage.lost))
-            return
+    def request(
+        self, key: FenceReply | ControlReply, frame: frames.Fence | frames.Open | frames.Close | frames.Probe
+    ) -> PendingReply:
+        """Send a request to a stage; one that cannot be sent has its error for a reply, and others are asked all the same."""
+        reply = self.replies.register(key)
+        stage = self.stages[key.stage]
         try:
+            if stage.lost is not None:
+                raise LinkBroken(stage.lost)
             stage.link.send_nowait(frame)
         except WireError as error:
-            answer.set(error)
+            self.replies.resolve(key, error)
+        return reply
 
 
 def _check_fit(route: Route, descriptions: Sequence[EngineDescription], reference: frames.Identity | None) -> None:

@@ -1,8 +1,11 @@
-"""Waiting for an answer, and what a refusal means to the caller."""
+"""Replies that a client waits for, and what a refusal means to its caller."""
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import trio
+from attrs import frozen
 
 from dgr.errors import (
     CacheMissed,
@@ -18,53 +21,129 @@ from dgr.errors import (
 from dgr.wire import frames
 from dgr.wire.framing import Received
 
-__all__ = ["Answer", "refused_request", "refused_work"]
+__all__ = [
+    "ControlReply",
+    "FenceReply",
+    "PendingReplies",
+    "PendingReply",
+    "ReplyKey",
+    "WorkReply",
+    "control_error",
+    "work_error",
+]
 
 
-class Answer:
-    """A place where one answer will be put; the first one counts."""
+@frozen
+class FenceReply:
+    """A stage's reply to the fence of an epoch."""
 
-    __slots__ = ("_event", "_value")
+    stage: str
+    epoch: int
 
-    def __init__(self) -> None:
+
+@frozen
+class ControlReply:
+    """A stage's reply to a request about one session: to open it, to close it, to tell its state."""
+
+    stage: str
+    session: int
+    seq: int
+
+
+@frozen
+class WorkReply:
+    """The reply to a work frame of a session, from whichever stage: the tail's result, or a refusal on the way."""
+
+    session: int
+    seq: int
+
+
+ReplyKey: TypeAlias = FenceReply | ControlReply | WorkReply
+
+
+class PendingReply:
+    """A place where one reply will be put; the first one counts."""
+
+    __slots__ = ("_event", "request", "value")
+
+    def __init__(self, request: frames.Frame | None = None) -> None:
         self._event = trio.Event()
-        self._value: Received | DgrError | None = None
+        #: What it replies to, where that decides what it may say.
+        self.request = request
+        #: What was put here; None as long as nothing was.
+        self.value: Received | DgrError | None = None
 
     def set(self, value: Received | DgrError) -> None:
-        if self._value is None:
-            self._value = value
+        if self.value is None:
+            self.value = value
             self._event.set()
 
     async def wait(self, seconds: float, what: str) -> Received:
-        """The answer; or raise the error put here, or :class:`DeadlineExceeded` after ``seconds``."""
+        """Return the reply. Raises the error that was put here, or :class:`DeadlineExceeded` after ``seconds``."""
         with trio.move_on_after(seconds):
             await self._event.wait()
-        match self._value:
+        match self.value:
             case None:
-                raise DeadlineExceeded(f"no answer to {what} within {seconds:g} s")
+                raise DeadlineExceeded(f"no reply to {what} within {seconds:g} s")
             case DgrError() as error:
                 raise error
             case received:
                 return received
 
 
-def refused_request(address: str, frame: frames.Frame) -> DgrError:
-    """The error that a stage's refusal of a control request means."""
+class PendingReplies:
+    """Every reply that one client waits for, by what it replies to."""
+
+    def __init__(self) -> None:
+        self._pending: dict[ReplyKey, PendingReply] = {}
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def register(self, key: ReplyKey, request: frames.Frame | None = None) -> PendingReply:
+        """Announce a wait; ``request`` is what will be replied to."""
+        reply = self._pending[key] = PendingReply(request)
+        return reply
+
+    def get(self, key: ReplyKey) -> PendingReply | None:
+        """Return the wait for a reply; None when nobody waits."""
+        return self._pending.get(key)
+
+    def resolve(self, key: ReplyKey, value: Received | DgrError) -> bool:
+        """End a wait; False when nobody waits for that reply."""
+        reply = self._pending.pop(key, None)
+        if reply is not None:
+            reply.set(value)
+        return reply is not None
+
+    def discard(self, key: ReplyKey) -> None:
+        """Nobody waits for that reply any more."""
+        self._pending.pop(key, None)
+
+    def fail(self, error: DgrError, *, stage: str | None = None) -> None:
+        """End every wait with an error; with ``stage``, those for a reply of that stage alone."""
+        for key in list(self._pending):
+            if stage is None or (not isinstance(key, WorkReply) and key.stage == stage):
+                self.resolve(key, error)
+
+
+def control_error(stage: str, frame: frames.Frame) -> DgrError:
+    """Return the error that a stage's refusal of a control request means."""
     match frame:
         case frames.Refused(code=frames.Refusal.OVERLOADED):
-            return Overloaded(f"stage {address}: {frame.message}")
+            return Overloaded(f"stage {stage}: {frame.message}")
         case frames.Refused():
-            return PeerRefused(f"stage {address}: {frame.message}")
+            return PeerRefused(f"stage {stage}: {frame.message}")
         case frames.CacheMiss():
-            return CacheMissed(f"stage {address} holds no such session ({frame.reason.name.lower()})")
+            return CacheMissed(f"stage {stage} holds no such session ({frame.reason.name.lower()})")
         case frames.StaleEpoch():
-            return SessionLost(f"stage {address} is at epoch {frame.current}, not at the one asked for")
+            return SessionLost(f"stage {stage} is at epoch {frame.current}, not at the one asked for")
         case _:
-            return WireError(f"stage {address} answered with {type(frame).__name__}")
+            return WireError(f"stage {stage} replied with {type(frame).__name__}")
 
 
-def refused_work(frame: frames.Frame) -> DgrError:
-    """The error that a refusal of a work frame means. :class:`SessionLost` alone is worth a re-prefill."""
+def work_error(frame: frames.Frame) -> DgrError:
+    """Return the error that a refusal of a work frame means. :class:`SessionLost` alone is worth a re-prefill."""
     match frame:
         case frames.CacheMiss():
             return CacheMissed(frame.reason.name.lower())
@@ -79,4 +158,4 @@ def refused_work(frame: frames.Frame) -> DgrError:
         case frames.Cancelled():
             return SessionLost(f"cancelled at position {frame.position}")
         case _:
-            return WireError(f"a work frame was answered with {type(frame).__name__}")
+            return WireError(f"a work frame was replied to with {type(frame).__name__}")

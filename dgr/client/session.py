@@ -1,27 +1,27 @@
-"""A session as its pipeline sees it: the transcript, what the stages have committed of it, and generation.
+"""A session as its client sees it: the transcript, what the stages have committed of it, and generation.
 
 There is one way forward: :meth:`ClientSession._commit` brings every stage from what is committed to the end of the
-transcript and returns the answer to the last chunk. A first prefill, the next turn, a decode step and a re-prefill after
+transcript and returns the reply to the last chunk. A first prefill, the next turn, a decode step and a re-prefill after
 any loss are the same call; only the number of tokens differs.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 
 import trio
+from attrs import frozen
 
-from dgr.client.claims import Asked, check_frontier
+from dgr.client.claims import check_frontier
 from dgr.client.events import Cancelled, Prefilled, PrefillProgress, RePrefilled, StateLost
-from dgr.client.generation import Generation
-from dgr.client.goals import Goal
-from dgr.client.replies import refused_request, refused_work
+from dgr.client.generation import Generation, Vocabulary
+from dgr.client.replies import control_error
+from dgr.client.work import SessionRoute, SessionWork, WorkRequest
 from dgr.core.arguments import check_whole, token_ids
-from dgr.core.prefix import PrefixDigest
 from dgr.core.state_machine import Machine
-from dgr.engine.base import LogitsWanted, SamplingParams
+from dgr.engine.base import SamplingParams
 from dgr.errors import (
     ContextLimitExceeded,
     DgrError,
@@ -34,42 +34,65 @@ from dgr.errors import (
     WireError,
 )
 from dgr.protocol.sampling import to_wire
-from dgr.protocol.states import CLIENT, ClientEvent, ClientState
+from dgr.protocol.states import CLIENT_SESSION, ClientEvent, ClientState
 from dgr.wire import frames
-from dgr.wire.framing import Received
 from dgr.wire.nurseries import cancelled_first
-
-if TYPE_CHECKING:
-    from dgr.client.pipeline import Pipeline
 
 __all__ = ["ClientSession"]
 
 
-class ClientSession:
-    """One conversation. Made by :meth:`Pipeline.session`."""
+@frozen
+class _KeptToken:
+    """A token that was drawn for a caller who had gone, and what it was drawn with."""
 
-    def __init__(self, pipeline: Pipeline, session_id: int) -> None:
+    sampling: frames.Sampling
+    token: frames.Token
+
+
+@frozen
+class _Turn:
+    """One turn of a session; the source of one answer's tokens."""
+
+    session: ClientSession
+    number: int
+    sampling: frames.Sampling
+
+    @property
+    def is_full(self) -> bool:
+        return len(self.session.transcript) > self.session.n_ctx
+
+    def check(self) -> None:
+        if self.session.turn != self.number:
+            raise SessionBusy(f"session {self.session.id} has begun another turn; this answer is over")
+
+    async def next_token(self) -> frames.Token:
+        return await self.session._draw(self.sampling)
+
+
+class ClientSession:
+    """One conversation. Made by :meth:`dgr.client.pipeline.Pipeline.session`."""
+
+    def __init__(
+        self, route: SessionRoute, session_id: int, *, vocabulary: Vocabulary | None = None, retries: int = 2
+    ) -> None:
         self.id = session_id
         #: Every token of the conversation, prompt and answers.
         self.transcript: list[int] = []
-        #: Tokens that every stage has committed.
-        self.committed = 0
-        self._pipeline = pipeline
-        self._machine = Machine(CLIENT)
+        #: Grows with every change of the transcript by its owner.
+        self.turn = 0
+        self._route = route
+        self._vocabulary = vocabulary
+        self._retries = retries
+        self._machine = Machine(CLIENT_SESSION)
         self._in_use = trio.Lock()
-        self._prefix = PrefixDigest()
-        self._outstanding: dict[int, Asked] = {}
-        self._next_seq = 1
+        self._work = SessionWork(route, session_id)
         #: The epoch in which stages may hold something of it; -1 when none does.
         self._epoch = -1
-        #: What the last token asked for was to be drawn with, and the answer when it came after its caller had gone.
-        self._drawing: frames.Sampling | None = None
-        self._unclaimed: Received | None = None
-        #: What was sent, if the transcript was rewritten while that drains.
-        self._sent_before_rewrite: list[int] = []
-        self.turn = 0  # grows with every change of the transcript by its owner
-        #: Why the next prefill starts from token 0 again; None when it does not.
-        self._lost_because: str | None = None
+        self._kept: _KeptToken | None = None
+        #: In DIVERGING: what was sent, before the transcript was rewritten.
+        self._sent_before: list[int] = []
+        #: Why the next prefill is a re-prefill; None when it is not one.
+        self._loss: str | None = None
 
     @property
     def state(self) -> ClientState:
@@ -77,10 +100,20 @@ class ClientSession:
 
     @property
     def in_flight(self) -> int:
-        """Work frames sent and not answered yet."""
-        return len(self._outstanding)
+        """Work frames sent whose reply was not taken yet."""
+        return self._work.in_flight
 
-    # --- what people call ---
+    @property
+    def committed(self) -> int:
+        """Tokens that every stage has committed."""
+        return self._work.committed
+
+    @property
+    def n_ctx(self) -> int:
+        """Tokens the session can hold."""
+        return self._route.limits.n_ctx
+
+    # --- for callers ---
 
     def generate(
         self,
@@ -96,61 +129,66 @@ class ClientSession:
         With ``transcript`` (the whole conversation, as a stateless API sends it) only what is new is prefilled; one
         that diverges from what is committed is re-prefilled from token 0. ``stop``: token ids that end the answer
         (default: the vocabulary's end-of-text). Raises :class:`ContextLimitExceeded`, :class:`InvalidToken`,
-        :class:`InputError`; nothing was changed then.
+        :class:`InputError`, :class:`SessionBusy`, :class:`SessionError`; nothing was changed then.
         """
-        self._refuse_if_busy()
+        self._check_free()
         if max_tokens is not None:
             check_whole("max_tokens", max_tokens, 0)
-        sampling, n_vocab = sampling or SamplingParams(), self._pipeline.n_vocab
-        to_wire(sampling, n_vocab)
-        vocabulary = self._pipeline.vocabulary
+        n_vocab = self._route.limits.n_vocab
+        drawn_with = to_wire(sampling or SamplingParams(), n_vocab)
         ending = None if stop is None else frozenset(token_ids("stop", stop, n_vocab))
         if isinstance(prompt, str):
-            if vocabulary is None:
+            if self._vocabulary is None:
                 raise InputError("a text prompt needs a vocabulary; give token ids, or open the pipeline with one")
             if not (prompt or self.transcript or transcript):  # the begin-of-text token alone is not a question
                 raise InputError("the prompt is empty, and there is nothing before it: give at least one character")
-            prompt = vocabulary.encode(prompt, add_special=not self.transcript and transcript is None)
+            prompt = self._vocabulary.encode(prompt, add_special=not self.transcript and transcript is None)
         before = self.transcript if transcript is None else token_ids("transcript", transcript, n_vocab)
         whole = [*before, *token_ids("prompt", prompt, n_vocab, len(before))]
         if not whole:
             raise InputError("there is nothing to go on from: give a prompt of at least one token")
         self._rewrite(whole)
         if ending is None:
-            ending = frozenset(() if vocabulary is None or vocabulary.eos is None else (vocabulary.eos,))
-        return Generation(self, sampling, max_tokens, ending)
+            eos = None if self._vocabulary is None else self._vocabulary.eos
+            ending = frozenset(() if eos is None else (eos,))
+        return Generation(_Turn(self, self.turn, drawn_with), self._vocabulary, max_tokens, ending)
 
     async def logits(self, tokens: Sequence[int], rows: Callable[[int, memoryview], None]) -> None:
         """Append ``tokens`` and hand each chunk's rows of logits to ``rows(position, values)``.
 
         ``values`` are little-endian float32, ``n_vocab`` a row, the first row being that of ``position``. After a loss
-        in mid-way rows may come again, with the same bits.
+        midway rows may come again, with the same bits. Raises what :meth:`generate` and
+        :class:`~dgr.client.generation.Generation` raise.
         """
-        self._refuse_if_busy()
-        rows_from, new = len(self.transcript), token_ids("tokens", tokens, self._pipeline.n_vocab, len(self.transcript))
+        self._check_free()
+        rows_from = len(self.transcript)
+        new = token_ids("tokens", tokens, self._route.limits.n_vocab, rows_from)
         self._rewrite([*self.transcript, *new])
         if new:
-            await self._commit(Goal(rows_from=rows_from, rows=rows))
+            await self._commit(WorkRequest(rows_from=rows_from, rows=rows))
 
     async def prefill(self, tokens: Sequence[int]) -> None:
-        """Append ``tokens`` and commit them on every stage, without an answer."""
-        self._refuse_if_busy()
-        new = token_ids("tokens", tokens, self._pipeline.n_vocab, len(self.transcript))
+        """Append ``tokens`` and commit them on every stage, without an answer. Raises what :meth:`logits` raises."""
+        self._check_free()
+        new = token_ids("tokens", tokens, self._route.limits.n_vocab, len(self.transcript))
         self._rewrite([*self.transcript, *new])
         if self.committed < len(self.transcript):
-            await self._commit(Goal())
+            await self._commit(WorkRequest())
 
     async def frontier(self) -> dict[str, frames.Frontier]:
-        """Where the session stands on every stage: address -> counts and digests per component."""
-        async with cancelled_first(), self._use():
-            await self._pipeline.wait_live()
-            await self._settle()
-            answers, prefix = await self._ask(frames.Probe), PrefixDigest(self.transcript[: self.committed])
+        """Return where the session stands on every stage: address -> counts and digests per component.
+
+        Raises :class:`CacheMissed`, :class:`PeerRefused` when a stage holds no such session or cannot tell.
+        """
+        async with self._use():
+            await self._route.wait_live()
+            await self._ensure_ready()
+            replies = await self._ask(frames.Probe)
         result = {}
-        for address, frame in answers:
+        for address, frame in replies:
             if not isinstance(frame, frames.Frontier):
-                raise refused_request(address, frame)
-            check_frontier(address, frame, prefix)
+                raise control_error(address, frame)
+            check_frontier(address, frame, self._work.sent, self._work.digest)
             result[address] = frame
         return result
 
@@ -158,61 +196,72 @@ class ClientSession:
 
     def _rewrite(self, transcript: list[int]) -> None:
         """Set the transcript; refuse what the context does not hold, before anything is changed."""
-        n_ctx = self._pipeline.context.n_ctx
+        n_ctx = self.n_ctx
         if len(transcript) > n_ctx:
             raise ContextLimitExceeded(
                 f"the prompt and its history are {len(transcript)} tokens (n_prompt), the context holds {n_ctx} (n_ctx);"
                 " shorten the prompt or load the stages with a larger n_ctx"
             )
-        sent = self._sent_before_rewrite or self.transcript[: self._prefix.position]
+        sent = self._sent_before or self.transcript[: self._work.sent]
         if transcript[: len(sent)] != sent:
-            if self.state is ClientState.DRAINING:
-                self._sent_before_rewrite = sent  # how much of it counts is known once it has drained
+            if self.state in (ClientState.DRAINING, ClientState.DIVERGING):
+                self._machine.fire(ClientEvent.DIVERGE)
+                self._sent_before = sent  # how much of it counts is known once it has drained
             else:
                 self.lose("diverged")
         self.transcript = transcript
         self.turn += 1
 
-    def _refuse_if_closed(self) -> None:
+    def _check_open(self) -> None:
         if self.state is ClientState.CLOSED:
             raise SessionError(f"session {self.id} is closed; open another one")
 
-    def _refuse_if_busy(self) -> None:
-        self._refuse_if_closed()
+    def _check_free(self) -> None:
+        self._check_open()
         if self._in_use.locked():
             raise SessionBusy(f"session {self.id} is answering already; finish or drop that generation first")
 
+    @asynccontextmanager
+    async def _use(self) -> AsyncIterator[None]:
+        """Hold the session for one call; another call meanwhile is refused. It begins without a checkpoint."""
+        self._check_free()
+        self._in_use.acquire_nowait()
+        try:
+            async with cancelled_first():
+                yield
+        finally:
+            self._in_use.release()
+
     # --- the one way forward ---
 
-    async def next_token(self, params: SamplingParams) -> frames.Token:
+    async def _draw(self, sampling: frames.Sampling) -> frames.Token:
         """Commit the transcript and draw the token after it; the transcript grows by it."""
-        self._refuse_if_busy()
-        received = await self._commit(Goal(sampling=to_wire(params, self._pipeline.n_vocab)))
-        assert received is not None
-        assert isinstance(received.frame, frames.Token)
-        self.transcript.append(received.frame.token)
-        return received.frame
+        self._check_free()
+        token = await self._commit(WorkRequest(sampling=sampling))
+        assert token is not None
+        self.transcript.append(token.token)
+        return token
 
-    async def _commit(self, goal: Goal) -> Received | None:
+    async def _commit(self, request: WorkRequest) -> frames.Token | None:
         """Bring every stage to the end of the transcript; re-prefill after a loss, a bounded number of times.
 
-        Gives the answer to the last chunk; None when there was nothing to run and no answer is wanted.
+        Returns the token that was drawn; None when none was wanted.
         """
-        async with cancelled_first(), self._use():
+        async with self._use():
             tries = 0
             while True:
-                await self._pipeline.wait_live()
+                await self._route.wait_live()
                 try:
-                    if (drawn := await self._settle(goal)) is not None:
+                    if (drawn := await self._ensure_ready(request)) is not None:
                         return drawn
-                    return await self._run(goal)
+                    return await self._run(request)
                 except Overloaded:
                     raise
                 except (SessionLost, WireError) as error:
-                    self._refuse_if_closed()
+                    self._check_open()
                     self.lose(str(error))
                     tries += 1
-                    if tries > self._pipeline.retries:
+                    if tries > self._retries:
                         raise PrefillFailed(
                             f"session {self.id} was lost {tries} times while {len(self.transcript)} tokens were being"
                             f" committed; the last time: {error}"
@@ -221,152 +270,102 @@ class ClientSession:
                     self.lose(str(error))
                     raise
 
-    def _use(self) -> trio.Lock:
-        self._refuse_if_busy()
-        return self._in_use
-
-    async def _settle(self, goal: Goal | None = None) -> Received | None:
+    async def _ensure_ready(self, request: WorkRequest | None = None) -> frames.Token | None:
         """Reach READY: drain what was cancelled, drop what was lost, open what is not open.
 
-        Gives the token that the goal wants when it was drawn already, for a caller who gave up too early.
+        Returns the token that the request wants when it was drawn already, for a caller who gave up too early.
         """
-        self._refuse_if_closed()
-        if self.state is ClientState.DRAINING:
+        self._check_open()
+        if self.state in (ClientState.DRAINING, ClientState.DIVERGING):
             await self._drain()
-        if (
-            goal is not None
-            and goal.wants_answer
-            and self.committed == len(self.transcript)
-            and self.state is ClientState.READY
-        ):
-            if self._unclaimed is not None and goal.sampling is not None and goal.sampling == self._drawing:
-                drawn, self._unclaimed = self._unclaimed, None
-                return drawn
-            # Every token is committed and nobody kept the logits of the last one.
-            self.lose("the logits of the last token are gone")
+        if request is not None and request.wants_output and self.committed == len(self.transcript):
+            if self.state is ClientState.DRAWN and self._kept is not None and self._kept.sampling == request.sampling:
+                await trio.lowlevel.checkpoint()
+                kept, self._kept = self._kept, None
+                self._machine.fire(ClientEvent.CLAIM)
+                return kept.token
+            if self.state in (ClientState.READY, ClientState.DRAWN):
+                # Every token is committed and nobody kept the logits of the last one.
+                self.lose("the logits of the last token are gone")
         if self.state is ClientState.LOST:
             await self._drop()
         if self.state is ClientState.COLD:
             await self._open()
-        self._refuse_if_closed()
+        self._check_open()
         return None
 
-    async def _run(self, goal: Goal) -> Received | None:
-        """Send the chunks back to back, so that all stages work at once; take the answers in order."""
-        pipeline, began = self._pipeline, trio.current_time()
-        first, end = self.committed, len(self.transcript)
-        if self._prefix.position != first:
-            self._prefix = PrefixDigest(self.transcript[:first])
-        chunks = deque(goal.chunks(first, end, pipeline.chunk))
+    async def _run(self, request: WorkRequest) -> frames.Token | None:
+        """Send the chunks back to back, so that all stages work at once; take the replies in order."""
+        work, limits, began = self._work, self._route.limits, trio.current_time()
+        first, end = work.committed, len(self.transcript)
+        chunks = deque(request.chunks(first, end, limits.chunk))
         several = len(chunks) > 1
-        received: Received | None = None
+        token: frames.Token | None = None
         try:
-            while chunks or self._outstanding:
-                while chunks and len(self._outstanding) < pipeline.window:
-                    self._send(*chunks.popleft(), goal)
-                received = await self._next_answer("work frame")
-                position = self._accept(received, goal)
+            while chunks or work.in_flight:
+                while chunks and work.in_flight < limits.window:
+                    start, until, logits = chunks.popleft()
+                    work.send(self.transcript[start:until], logits, request)
+                    self._kept = None
+                    self._machine.fire(ClientEvent.SEND)
+                chunk, received = await work.next_reply()
+                match received.frame:
+                    case frames.Token():
+                        token = received.frame
+                    case frames.Logits() as rows if request.rows is not None and received.payload is not None:
+                        request.rows(rows.position - rows.n_rows, received.payload)
                 if several:
                     seconds = trio.current_time() - began
-                    pipeline.emit(PrefillProgress(self.id, position - first, end - first, seconds))
+                    self._route.emit(PrefillProgress(self.id, chunk.end - first, end - first, seconds))
         except BaseException:
-            self._give_up()
+            self._cancel_in_flight()
             raise
-        if received is not None:
-            self._machine.fire(ClientEvent.ANSWERED)
+        if first < end:
+            self._machine.fire(ClientEvent.REPLIED)
             self._report(end - first, trio.current_time() - began)
-        return received
-
-    async def _next_answer(self, what: str) -> Received:
-        """The answer to the oldest work in flight."""
-        seq, asked = next(iter(self._outstanding.items()))
-        received = await asked.answer.wait(self._pipeline.timeouts.reply, f"{what} {seq} of session {self.id}")
-        if self._outstanding.pop(seq, None) is None:
-            # It came, and before this task ran the session was lost or closed: the answer counts no more.
-            raise SessionLost(self._lost_because or "the session was closed")
-        return received
-
-    def _send(self, begin: int, end: int, logits: LogitsWanted, goal: Goal) -> None:
-        tokens = tuple(self.transcript[begin:end])
-        seq = self._next_seq
-        frame = frames.Tokens(
-            key=self._pipeline.key(self.id),
-            seq=seq,
-            expect=frames.Expectation(begin, self._prefix.digest()),
-            tokens=tokens,
-            logits=logits.value,
-            sampling=goal.sampling if logits is LogitsWanted.LAST else None,
-        )
-        self._pipeline.head.send_nowait(frame)
-        self._next_seq += 1
-        self._outstanding[seq] = Asked(frame)
-        self._drawing, self._unclaimed = frame.sampling, None
-        self._prefix.extend(tokens)
-        self._machine.fire(ClientEvent.SEND)
-
-    def _accept(self, received: Received, goal: Goal) -> int:
-        """Take the answer to a chunk; gives the position it brought every stage to."""
-        match received.frame:
-            case frames.Advanced(position=position) | frames.Token(position=position):
-                return position
-            case frames.Logits() as frame if goal.rows is not None and received.payload is not None:
-                goal.rows(frame.position - frame.n_rows, received.payload)
-                return frame.position
-            case frame:
-                raise refused_work(frame)
+        return token
 
     def _report(self, tokens: int, seconds: float) -> None:
-        if self._lost_because is not None:
-            self._pipeline.emit(RePrefilled(self.id, self._lost_because, tokens, seconds))
-            self._lost_because = None
+        if self._loss is not None:
+            self._route.emit(RePrefilled(self.id, self._loss, tokens, seconds))
+            self._loss = None
         elif tokens > 1:
-            self._pipeline.emit(Prefilled(self.id, tokens, seconds))
-
-    def on_answer(self, address: str, seq: int, received: Received) -> None:
-        """From the reader of a control link. Raises :class:`WireError` for what is not an answer to the request."""
-        asked = self._outstanding.get(seq)
-        if asked is None:
-            return
-        stages = self._pipeline.route.stages
-        head, tail = address == stages[0].address, address == stages[-1].address
-        asked.check(received.frame, head=head, tail=tail, n_vocab=self._pipeline.n_vocab)
-        if isinstance(received.frame, frames.Advanced | frames.Token | frames.Logits):
-            self.committed = max(self.committed, received.frame.position)
-        asked.answer.set(received)
+            self._route.emit(Prefilled(self.id, tokens, seconds))
 
     # --- cancelling and losing ---
 
-    def _give_up(self) -> None:
-        """The caller is gone, or an answer was no good: start nothing new; what is in flight drains."""
+    def _cancel_in_flight(self) -> None:
+        """The caller is gone, or a reply was unusable: start nothing new; what is in flight drains."""
         if self.state is not ClientState.WORKING:
             return  # nothing was sent, or the session was lost or closed meanwhile
-        if not self._outstanding:
-            self._machine.fire(ClientEvent.ANSWERED)
+        if not self._work.in_flight:
+            self._machine.fire(ClientEvent.REPLIED)
             return
         try:
-            self._pipeline.head.send_nowait(frames.Cancel(self._pipeline.key(self.id), self._next_seq - 1))
+            self._work.cancel()
         except WireError as error:
             self.lose(str(error))
         else:
             self._machine.fire(ClientEvent.CANCEL)
 
     async def _drain(self) -> None:
-        """Take the answers to cancelled work; the session then stands where the last committed chunk ended."""
+        """Take the replies to cancelled work; the session then stands where the last committed chunk ended."""
+        kept: _KeptToken | None = None
         try:
-            while self._outstanding:
-                received = await self._next_answer("cancelled work frame")
-                if not isinstance(received.frame, frames.Cancelled | frames.Advanced | frames.Token | frames.Logits):
-                    raise refused_work(received.frame)
-                if isinstance(received.frame, frames.Token):
-                    self._unclaimed = received
+            while self._work.in_flight:
+                chunk, received = await self._work.next_reply(cancelled=True)
+                if isinstance(received.frame, frames.Token) and chunk.sampling is not None:
+                    kept = _KeptToken(chunk.sampling, received.frame)
         except DgrError as error:
             self.lose(str(error))
             return
-        sent, self._sent_before_rewrite = self._sent_before_rewrite or self.transcript, []
-        self._machine.fire(ClientEvent.ANSWERED)
-        self._pipeline.emit(Cancelled(self.id, self.committed))
-        if self.transcript[: self.committed] == sent[: self.committed]:
-            self._prefix = PrefixDigest(self.transcript[: self.committed])
+        sent, self._sent_before = self._sent_before or self.transcript, []
+        self._kept = kept
+        self._machine.fire(ClientEvent.REPLIED if kept is None else ClientEvent.KEPT)
+        committed = self._work.committed
+        self._route.emit(Cancelled(self.id, committed))
+        if self.transcript[:committed] == sent[:committed]:
+            self._work.stand_at(self.transcript[:committed])
         else:
             self.lose("diverged")
 
@@ -375,29 +374,23 @@ class ClientSession:
         if self.state in (ClientState.CLOSED, ClientState.LOST, ClientState.COLD):  # cold: no stage holds anything
             return
         self._machine.fire(ClientEvent.LOSE)
-        if self._lost_because is None:
-            self._lost_because = reason
-        self.committed = 0
-        self._sent_before_rewrite = []
-        self._unclaimed = None
-        self._prefix = PrefixDigest()
-        for asked in self._outstanding.values():
-            asked.answer.set(SessionLost(reason))
-        self._outstanding = {}
-        self._pipeline.emit(StateLost(self.id, reason))
+        if self._loss is None:
+            self._loss = reason
+        self._sent_before = []
+        self._kept = None
+        self._work.forget(SessionLost(reason))
+        self._route.emit(StateLost(self.id, reason))
 
     async def _ask(self, request: type[frames.Open | frames.Close | frames.Probe]) -> list[tuple[str, frames.Frame]]:
-        seq = self._next_seq
-        self._next_seq += 1
-        return await self._pipeline.ask_all(request(self._pipeline.key(self.id), seq))
+        return await self._route.ask_all(request(self._route.key(self.id), self._work.next_seq()))
 
     async def _drop(self) -> None:
         """Drop what any stage still holds; a route change has done so already."""
-        if self._epoch == self._pipeline.epoch:
+        if self._epoch == self._route.epoch:
             try:
                 await self._ask(frames.Close)
             except SessionLost:
-                if self._epoch == self._pipeline.epoch:
+                if self._epoch == self._route.epoch:
                     raise
         if self.state is ClientState.LOST:
             self._epoch = -1
@@ -405,17 +398,17 @@ class ClientSession:
 
     async def _open(self) -> None:
         """Lease a slot on every stage."""
-        self._epoch = self._pipeline.epoch
+        self._epoch = self._route.epoch
         try:
             for address, frame in await self._ask(frames.Open):
                 if not isinstance(frame, frames.Opened):
-                    raise refused_request(address, frame)
-            if self._epoch != self._pipeline.epoch:
+                    raise control_error(address, frame)
+            if self._epoch != self._route.epoch:
                 raise SessionLost("the route changed while the session was being opened")
-            self._refuse_if_closed()
+            self._check_open()
         except BaseException:
             # Some stages may have leased a slot: they are told to drop it before the next try.
-            if self._machine.can(ClientEvent.LOSE):
+            if self.state is ClientState.COLD:
                 self._machine.fire(ClientEvent.LOSE)
             raise
         self._machine.fire(ClientEvent.OPENED)
@@ -425,10 +418,8 @@ class ClientSession:
         if self.state is ClientState.CLOSED:
             return
         self._machine.fire(ClientEvent.CLOSE)
-        for asked in self._outstanding.values():
-            asked.answer.set(SessionLost("the session was closed"))
-        self._outstanding = {}
-        if self._epoch == self._pipeline.epoch:
+        self._work.forget(SessionLost("the session was closed"))
+        if self._epoch == self._route.epoch:
             try:
                 await self._ask(frames.Close)
             except (WireError, SessionLost):

@@ -20,7 +20,8 @@ from dgr.engine.budget import check_budget, parse_budget
 from dgr.engine.llama import MOST_THREADS, LlamaEngine, estimate_memory
 from dgr.engine.vocab import LlamaVocabulary
 from dgr.errors import DgrError, InputError, LinkBroken
-from dgr.stage.shard import LEAST_IDLE, Shard, limits_of, open_shard
+from dgr.protocol.limits import limits_of
+from dgr.stage.shard import LEAST_IDLE, Shard, open_shard
 from dgr.wire.links import Link, LinkStatistics, open_link
 from dgr.wire.memory import memory_transports
 from dgr.wire.nurseries import cancelled_first, open_nursery

@@ -31,7 +31,8 @@ from dgr.errors import (
     PeerRefused,
 )
 from dgr.protocol.identity import check_alike, check_neighbours, check_wants, describe_identity, identity_of
-from dgr.stage.shard import Shard, limits_of
+from dgr.protocol.limits import limits_of
+from dgr.stage.shard import Shard
 from dgr.v4.state_map import ContextShape
 from dgr.wire import frames
 from dgr.wire.frames import Denied, Hello, Role, Welcome

@@ -13,7 +13,7 @@ from typing import Any
 from dgr.core.state_machine import Table
 
 __all__ = [
-    "CLIENT",
+    "CLIENT_SESSION",
     "EPOCH",
     "MACHINES",
     "ROUTE",
@@ -92,6 +92,10 @@ class ClientState(Enum):
     WORKING = "working"
     #: Cancelled: what is in flight drains, nothing new starts.
     DRAINING = "draining"
+    #: The same, and the transcript was rewritten meanwhile: whether what was sent still counts is known at the end.
+    DIVERGING = "diverging"
+    #: As READY, and the token after the last one was drawn for a caller who had gone: it is kept for the next.
+    DRAWN = "drawn"
     #: State is lost on at least one stage; it is dropped on all before anything else.
     LOST = "lost"
     #: Closed by its owner.
@@ -103,10 +107,16 @@ class ClientEvent(Enum):
     OPENED = "opened"
     #: A chunk was sent.
     SEND = "send"
-    #: The last chunk in flight was answered.
-    ANSWERED = "answered"
-    #: The caller gave up on an answer.
+    #: The last chunk in flight was replied to.
+    REPLIED = "replied"
+    #: The caller gave up on a reply.
     CANCEL = "cancel"
+    #: The transcript was rewritten and no longer begins with what was sent.
+    DIVERGE = "diverge"
+    #: The last chunk in flight was replied to with a token, after its caller had gone.
+    KEPT = "kept"
+    #: A caller took the token that was kept.
+    CLAIM = "claim"
     #: A miss, a refusal, a dead link, a missed deadline or a route change.
     LOSE = "lose"
     #: Every stage dropped what it held.
@@ -170,7 +180,7 @@ EPOCH: Table[EpochState, EpochEvent] = Table(
     EpochState.UNFENCED,
 )
 
-CLIENT: Table[ClientState, ClientEvent] = Table(
+CLIENT_SESSION: Table[ClientState, ClientEvent] = Table(
     {
         (ClientState.COLD, ClientEvent.OPENED): ClientState.READY,
         (ClientState.COLD, ClientEvent.LOSE): ClientState.LOST,
@@ -179,15 +189,24 @@ CLIENT: Table[ClientState, ClientEvent] = Table(
         (ClientState.READY, ClientEvent.LOSE): ClientState.LOST,
         (ClientState.READY, ClientEvent.CLOSE): ClientState.CLOSED,
         (ClientState.WORKING, ClientEvent.SEND): ClientState.WORKING,
-        (ClientState.WORKING, ClientEvent.ANSWERED): ClientState.READY,
+        (ClientState.WORKING, ClientEvent.REPLIED): ClientState.READY,
         (ClientState.WORKING, ClientEvent.CANCEL): ClientState.DRAINING,
         (ClientState.WORKING, ClientEvent.LOSE): ClientState.LOST,
         (ClientState.WORKING, ClientEvent.CLOSE): ClientState.CLOSED,
-        (ClientState.DRAINING, ClientEvent.ANSWERED): ClientState.READY,
-        (ClientState.DRAINING, ClientEvent.CANCEL): ClientState.DRAINING,
+        (ClientState.DRAINING, ClientEvent.REPLIED): ClientState.READY,
+        (ClientState.DRAINING, ClientEvent.KEPT): ClientState.DRAWN,
+        (ClientState.DRAINING, ClientEvent.DIVERGE): ClientState.DIVERGING,
         (ClientState.DRAINING, ClientEvent.LOSE): ClientState.LOST,
         (ClientState.DRAINING, ClientEvent.CLOSE): ClientState.CLOSED,
-        (ClientState.LOST, ClientEvent.LOSE): ClientState.LOST,
+        (ClientState.DIVERGING, ClientEvent.REPLIED): ClientState.READY,
+        (ClientState.DIVERGING, ClientEvent.KEPT): ClientState.DRAWN,
+        (ClientState.DIVERGING, ClientEvent.DIVERGE): ClientState.DIVERGING,
+        (ClientState.DIVERGING, ClientEvent.LOSE): ClientState.LOST,
+        (ClientState.DIVERGING, ClientEvent.CLOSE): ClientState.CLOSED,
+        (ClientState.DRAWN, ClientEvent.CLAIM): ClientState.READY,
+        (ClientState.DRAWN, ClientEvent.SEND): ClientState.WORKING,
+        (ClientState.DRAWN, ClientEvent.LOSE): ClientState.LOST,
+        (ClientState.DRAWN, ClientEvent.CLOSE): ClientState.CLOSED,
         (ClientState.LOST, ClientEvent.DROPPED): ClientState.COLD,
         (ClientState.LOST, ClientEvent.CLOSE): ClientState.CLOSED,
     },
@@ -210,4 +229,9 @@ ROUTE: Table[RouteState, RouteEvent] = Table(
 )
 
 #: By name, for the documentation and the completeness test.
-MACHINES: Mapping[str, Table[Any, Any]] = {"session": SESSION, "epoch": EPOCH, "client": CLIENT, "route": ROUTE}
+MACHINES: Mapping[str, Table[Any, Any]] = {
+    "session": SESSION,
+    "epoch": EPOCH,
+    "client session": CLIENT_SESSION,
+    "route": ROUTE,
+}

@@ -16,6 +16,7 @@ from dgr.core.prefix import PrefixDigest
 from dgr.core.state_machine import Machine
 from dgr.engine.base import EngineDescription, Frontier, LogitsWanted, Work
 from dgr.errors import EngineError, InputError, NonFinite, WireError
+from dgr.protocol.limits import INBOX
 from dgr.protocol.sampling import from_wire, sampling_problem
 from dgr.protocol.states import SESSION, SessionEvent, SessionState
 from dgr.stage.ledger import Lease
@@ -29,9 +30,6 @@ WorkFrame = Tokens | Boundary
 
 #: A work frame, its payload, and whom to tell once it is done with.
 _Delivery = tuple[WorkFrame, memoryview | None, Callable[[], None]]
-
-#: Work frames that may wait for one session; a pipeline keeps fewer in flight.
-INBOX = 64
 
 
 class Outlet(Protocol):

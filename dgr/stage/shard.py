@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 import trio
 from attrs import frozen
 
-from dgr.engine.base import EngineDescription, ShardEngine
+from dgr.engine.base import ShardEngine
 from dgr.engine.budget import check_budget
 from dgr.errors import LinkBroken, WireError
 from dgr.protocol.states import EpochState
@@ -29,11 +29,11 @@ from dgr.stage.session import SessionActor
 from dgr.stage.supervisor import EpochSupervisor
 from dgr.wire import frames
 from dgr.wire.frames import Key, Miss, Refusal
-from dgr.wire.framing import Limits, Received
+from dgr.wire.framing import Received
 from dgr.wire.links import Link
 from dgr.wire.nurseries import cancelled_first, open_nursery
 
-__all__ = ["LEAST_IDLE", "Dialer", "Shard", "ShardStatistics", "limits_of", "open_shard"]
+__all__ = ["LEAST_IDLE", "Dialer", "Shard", "ShardStatistics", "open_shard"]
 
 _log = logging.getLogger("dgr.shard")
 
@@ -61,12 +61,6 @@ class ShardStatistics:
     #: Frames dropped because their route session is not known here.
     strays: int
     steps: StepperStatistics
-
-
-def limits_of(description: EngineDescription) -> Limits:
-    """What a link to or from a stage may carry."""
-    width = max(description.width_in, description.width_out)
-    return Limits(n_batch=description.context.n_batch, boundary_width=max(width, 1), n_vocab=description.n_vocab)
 
 
 #: Waits for epochs that no pipeline has fenced here yet; more is a flood.

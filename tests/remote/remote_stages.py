@@ -22,7 +22,8 @@ from dgr.core.route import LayerRange, Route, StageRef
 from dgr.engine.base import ContextParams
 from dgr.errors import DgrError, LinkBroken
 from dgr.protocol.identity import identity_of
-from dgr.stage.shard import Shard, limits_of, open_shard
+from dgr.protocol.limits import limits_of
+from dgr.stage.shard import Shard, open_shard
 from dgr.testing.engines.fake import FakeEngine, FakeModel
 from dgr.testing.waits import until
 from dgr.wire import frames

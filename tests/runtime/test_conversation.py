@@ -443,6 +443,6 @@ async def test_progress_does_not_push_out_what_matters_more(autojump_clock: trio
     async with open_stages(TWO) as stages, stages.pipeline(TWO) as pipeline:
         events = pipeline.events()
         for committed in range(10_000):
-            pipeline.emit(PrefillProgress(1, committed, 10_000, 0.0))
-        pipeline.emit(Prefilled(1, 10_000, 0.0))
+            pipeline._hub.emit(PrefillProgress(1, committed, 10_000, 0.0))
+        pipeline._hub.emit(Prefilled(1, 10_000, 0.0))
         assert isinstance(seen(events)[-1], Prefilled)

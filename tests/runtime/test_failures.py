@@ -438,7 +438,7 @@ async def test_a_stage_that_hangs_costs_its_callers_the_stated_deadlines(autojum
         await session.prefill([1])
         async with held(stages.shard("2:6")):
             began = trio.current_time()
-            with pytest.raises(PrefillFailed, match="no answer to Close of session 1 from stage 2:6 within 10 s"):
+            with pytest.raises(PrefillFailed, match="no reply to Close of session 1 from stage 2:6 within 10 s"):
                 await take(session.generate(PROMPT))
             # One chunk unanswered, then the slot that cannot be cleared.
             assert trio.current_time() - began == pytest.approx(TIMEOUTS.reply + TIMEOUTS.control)
@@ -451,7 +451,7 @@ async def test_a_fence_that_hangs_is_given_up(autojump_clock: trio.abc.Clock) ->
         await session.prefill(PROMPT)
         async with held(stages.shard("2:6")):
             began = trio.current_time()
-            with pytest.raises(DeadlineExceeded, match="no answer to Fence"):
+            with pytest.raises(DeadlineExceeded, match="no reply to Fence"):
                 await pipeline.change_route(stages.route(TWO))
             assert trio.current_time() - began == pytest.approx(TIMEOUTS.route)
             assert pipeline.state is RouteState.DOWN

@@ -12,10 +12,10 @@ from conversations import reference, take, take_tokens
 from harness import CONTEXT, THREE, TIMEOUTS, TWO, Stages, open_stages, rest
 from hostile import Talker, lying, talk
 
-from dgr.client.claims import Asked
+from dgr.client import route_client
 from dgr.engine.base import SamplingParams
 from dgr.errors import DgrError
-from dgr.stage.shard import limits_of
+from dgr.protocol.limits import limits_of
 from dgr.wire import memory_transports
 from dgr.wire.links import open_link
 
@@ -123,6 +123,6 @@ async def test_a_client_that_believes_its_stages_falls_for_their_lies(
     autojump_clock: trio.abc.Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The mutant: positions, rows and token ids are taken as they come."""
-    monkeypatch.setattr(Asked, "check", lambda *_args, **_options: None)
+    monkeypatch.setattr(route_client, "check_work_reply", lambda *_args, **_options: None)
     with pytest.raises((AssertionError, IndexError, ExceptionGroup)):
         await _lie_to_a_client(1, 30)

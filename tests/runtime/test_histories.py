@@ -490,7 +490,7 @@ class Histories(RuleBasedStateMachine):
         }[kind]
 
         async def send() -> None:
-            pipeline.head.send_nowait(frame)
+            pipeline._client.head.send_nowait(frame)
 
         self.loop.call(send)
 

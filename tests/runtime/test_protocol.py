@@ -16,7 +16,7 @@ from dgr.cluster.local import ShardPolicy
 from dgr.core.prefix import PrefixDigest
 from dgr.engine.base import Output, SamplingParams, Work
 from dgr.errors import InputError
-from dgr.stage.shard import limits_of
+from dgr.protocol.limits import limits_of
 from dgr.testing.engines.fake import FakeEngine, Fault, FaultKind
 from dgr.testing.raw_client import GREEDY, RawClient, open_raw_client
 from dgr.wire import frames, memory_transports

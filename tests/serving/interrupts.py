@@ -43,7 +43,7 @@ class Interrupter(trio.abc.Instrument):
         self._left = 0
         return self._acted
 
-    def before_task_step(self, task: trio.lowlevel.Task) -> None:  # noqa: ARG002
+    def before_task_step(self, task: trio.lowlevel.Task) -> None:
         if not self._left:
             return
         self._left -= 1

@@ -17,8 +17,9 @@ from attrs import evolve
 
 from dgr import DgrError, Route, StageRef
 from dgr.errors import SessionLost
+from dgr.protocol.limits import limits_of
 from dgr.selftest.chain import pieces, some_tokens
-from dgr.stage.shard import Shard, limits_of
+from dgr.stage.shard import Shard
 from dgr.testing.raw_client import RawClient, open_raw_client
 from dgr.wire import Limits, Link, frames, memory_transports, open_link
 from dgr_bench.subjects import Stages, StageState

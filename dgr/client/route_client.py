@@ -1,0 +1,367 @@
+"""The client of a route: it draws a random route id, fences every stage for an epoch, and brings the route back when it
+is down.
+
+Sessions use it to send work and requests; one registry knows every reply that somebody waits for. Nothing runs in the
+background but the readers of the control links and the recovery of a route that is down.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from typing import Protocol, TypeAlias, TypeGuard
+
+import trio
+from attrs import field, frozen
+
+from dgr.client.claims import check_work_reply
+from dgr.client.control_links import Connector, ControlLinks
+from dgr.client.events import Event, RouteChanged, RouteDown
+from dgr.client.replies import ControlReply, FenceReply, PendingReply, WorkReply, control_error
+from dgr.core.arguments import number
+from dgr.core.route import Route
+from dgr.core.state_machine import Machine
+from dgr.engine.base import EngineDescription
+from dgr.errors import ClosedError, DeadlineExceeded, DgrError, LinkBroken, SessionLost, WireError
+from dgr.protocol.states import ROUTE, RouteEvent, RouteState
+from dgr.wire import frames
+from dgr.wire.frames import Key
+from dgr.wire.framing import Received
+from dgr.wire.links import Link
+from dgr.wire.nurseries import cancelled_first, open_nursery
+
+__all__ = ["RouteClient", "RouteMember", "SessionLimits", "Timeouts"]
+
+#: A reply about a session, or a refused fence.
+SessionReply: TypeAlias = (
+    frames.Opened
+    | frames.Closed
+    | frames.Advanced
+    | frames.Token
+    | frames.Logits
+    | frames.CacheMiss
+    | frames.StaleEpoch
+    | frames.Refused
+    | frames.Cancelled
+    | frames.Frontier
+)
+
+#: Seconds between two tries to bring a route back: at first, and at most.
+_FIRST_PAUSE = 0.05
+_LAST_PAUSE = 0.5
+
+
+@frozen
+class Timeouts:
+    """Every wait of a pipeline, seconds (``math.inf``: for ever). Raises :class:`InputError` for anything else."""
+
+    #: For the reply to one chunk, from the moment it is the oldest in flight.
+    reply: float = field(default=120.0, validator=number(0))
+    #: For Opened, Closed, Frontier. A Close waits for the step that runs, so this is no shorter than ``reply``.
+    control: float = field(default=120.0, validator=number(0))
+    #: For Fenced from every stage, and for a session waiting until the route is live.
+    route: float = field(default=60.0, validator=number(0))
+
+
+@frozen
+class SessionLimits:
+    """What the present route lets a session do."""
+
+    n_vocab: int
+    #: Tokens a session can hold.
+    n_ctx: int
+    #: Tokens of one prefill chunk.
+    chunk: int
+    #: Chunks of one session that may be in flight.
+    window: int
+
+
+class RouteMember(Protocol):
+    """A session, as its route sees it."""
+
+    def lose(self, reason: str) -> None:
+        """What the stages held of it is gone."""
+        ...
+
+
+class RouteClient:
+    """One route session. Sessions of the caller join it; :meth:`run` holds its links."""
+
+    def __init__(
+        self,
+        connect: Connector,
+        *,
+        chunk: int | None,
+        window: int | None,
+        timeouts: Timeouts,
+        emit: Callable[[Event], None],
+    ) -> None:
+        self.route_id = secrets.token_bytes(16)
+        self.epoch = 0
+        self.timeouts = timeouts
+        #: Tell the subscribers.
+        self.emit = emit
+        #: By session id.
+        self.members: dict[int, RouteMember] = {}
+        #: Why the last try to bring a route back failed.
+        self.last_recovery_error: str | None = None
+        self._connect = connect
+        self._chunk = chunk
+        self._window = window
+        self._machine = Machine(ROUTE)
+        self._live = trio.Event()
+        self._down = trio.Event()
+        self._changing = trio.Lock()
+        self._route: Route | None = None
+        self._open_links: ControlLinks | None = None
+
+    @property
+    def state(self) -> RouteState:
+        return self._machine.state
+
+    @property
+    def route(self) -> Route:
+        assert self._route is not None
+        return self._route
+
+    @property
+    def descriptions(self) -> tuple[EngineDescription, ...]:
+        """What the stages said of themselves, head first."""
+        return tuple(self._links.stages[ref.address].description for ref in self.route.stages)
+
+    @property
+    def limits(self) -> SessionLimits:
+        """By default a chunk is n_ubatch tokens, and a window keeps every stage at work: stages + 1."""
+        head = self._links.stages[self.route.stages[0].address].description
+        return SessionLimits(
+            n_vocab=head.n_vocab,
+            n_ctx=head.context.n_ctx,
+            chunk=min(self._chunk or head.context.n_ubatch, head.context.n_batch),
+            window=self._window or len(self.route.stages) + 1,
+        )
+
+    @property
+    def _links(self) -> ControlLinks:
+        assert self._open_links is not None, "the route client is not running"
+        return self._open_links
+
+    # --- its life ---
+
+    async def run(self, route: Route, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Hold the control links until cancelled; started once every stage has fenced the first epoch."""
+        async with open_nursery() as nursery:
+            self._open_links = ControlLinks(self._connect, nursery, on_frame=self._on_frame, on_loss=self._on_loss)
+            await self.change(route)
+            task_status.started()
+            await self._recover()
+
+    def close(self) -> None:
+        """Mark the end: whoever still waits is told; the links close with :meth:`run`."""
+        if self.state is RouteState.CLOSED:
+            return
+        self._machine.fire(RouteEvent.CLOSE)
+        self._lose_all("the pipeline was closed")
+        self._links.replies.fail(ClosedError("the pipeline was closed"))
+        self._live.set()
+
+    async def wait_live(self) -> None:
+        """Wait until the route admits work. Raises :class:`DeadlineExceeded`, :class:`ClosedError`."""
+        with trio.move_on_after(self.timeouts.route):
+            while not self._live.is_set():
+                await self._live.wait()
+        self._refuse_if_closed()
+        if not self._live.is_set():
+            raise DeadlineExceeded(
+                f"the route is {self.state.value} and was not live within {self.timeouts.route:g} s: {self.route}"
+                f" ({self.last_recovery_error or 'no stage has said why'}); start its stages, or set another route"
+            )
+
+    def _refuse_if_closed(self) -> None:
+        if self.state is RouteState.CLOSED:
+            raise ClosedError("the pipeline is closed; open another one")
+
+    def _lose_all(self, why: str) -> None:
+        for member in self.members.values():
+            member.lose(why)
+
+    def _not_live(self) -> None:
+        """Sessions wait from now on. Those that wait already keep their event: it is the one that will be set."""
+        if self._live.is_set():
+            self._live = trio.Event()
+
+    # --- epochs ---
+
+    async def change(self, route: Route, *, only_if_down: bool = False) -> None:
+        """Fence a new epoch on every stage of ``route``. See :meth:`dgr.client.pipeline.Pipeline.change_route`."""
+        async with cancelled_first(), self._changing:
+            if only_if_down and self.state is not RouteState.DOWN:
+                return
+            self._refuse_if_closed()
+            began = trio.current_time()
+            stages = await self._links.reach(route)
+            self._refuse_if_closed()
+            if self.state is not RouteState.FENCING:
+                self._machine.fire(RouteEvent.CHANGE)
+            self._not_live()
+            self.epoch += 1
+            self._lose_all("route change")
+            # Replies to the old epoch are heard no more: whoever waits for one must not wait in vain.
+            self._links.replies.fail(SessionLost("route change"))
+            left = [stage for address, stage in self._links.stages.items() if stages.get(address) is not stage]
+            self._links.stages, self._route = stages, route
+            try:
+                fenced = await self._fence(route)
+            except BaseException:  # a caller who gave up leaves a route that was fenced in part: fence it anew
+                if self._machine.can(RouteEvent.BREAK):
+                    self._machine.fire(RouteEvent.BREAK)
+                    self._down.set()
+                raise
+            finally:
+                # Closing its control link makes a stage that left the route drop this route session.
+                for stage in left:
+                    stage.scope.cancel()
+            self._machine.fire(RouteEvent.FENCED)
+            self._live.set()
+            self.emit(
+                RouteChanged(
+                    self.epoch,
+                    route,
+                    sessions_dropped=sum(frame.sessions_dropped for frame in fenced),
+                    bytes_released=sum(frame.bytes_released for frame in fenced),
+                    seconds=trio.current_time() - began,
+                )
+            )
+
+    async def _fence(self, route: Route) -> list[frames.Fenced]:
+        replies: list[tuple[str, PendingReply]] = []
+        for index, ref in enumerate(route.stages):
+            before, after = route.predecessor(index), route.successor(index)
+            fence = frames.Fence(self.route_id, self.epoch, ref.address, before, after)
+            replies.append((ref.address, self._links.request(FenceReply(ref.address, self.epoch), fence)))
+        fenced: list[frames.Fenced] = []
+        failures: list[DgrError] = []
+
+        async def hear(address: str, reply: PendingReply) -> None:
+            try:
+                frame = (await reply.wait(self.timeouts.route, f"Fence({self.epoch}) from {address}")).frame
+            except DgrError as error:
+                failures.append(error)
+            else:
+                if isinstance(frame, frames.Fenced):
+                    fenced.append(frame)
+                    return
+                failures.append(control_error(address, frame))
+            nursery.cancel_scope.cancel()
+
+        # All at once: stages wait for the ones behind them, and only the one that fails knows why.
+        async with open_nursery() as nursery:
+            for address, reply in replies:
+                nursery.start_soon(hear, address, reply)
+        await trio.lowlevel.checkpoint_if_cancelled()  # then links end because we leave, and not the other way round
+        if failures:
+            raise failures[0]
+        self._refuse_if_closed()
+        for ref in route.stages:
+            if (lost := self._links.stages[ref.address].lost) is not None:  # it fenced, and died before the others had
+                raise LinkBroken(lost)
+        self._links.keep_to(route.stages[0].address)
+        return fenced
+
+    def _go_down(self, why: str) -> None:
+        """The route admits no work until every stage has fenced a new epoch."""
+        self._machine.fire(RouteEvent.BREAK)
+        self._not_live()
+        self._lose_all(why)
+        self.emit(RouteDown(self.epoch, why))
+        self._down.set()
+
+    async def _recover(self) -> None:
+        """Fence the same route anew whenever it is down, until its stages reply or another route is set."""
+        while True:
+            await self._down.wait()
+            self._down = trio.Event()
+            pause = _FIRST_PAUSE
+            while self.state is RouteState.DOWN:
+                try:
+                    await self.change(self.route, only_if_down=True)
+                except DgrError as error:
+                    self.last_recovery_error = str(error)
+                    await trio.sleep(pause)
+                    pause = min(2 * pause, _LAST_PAUSE)
+
+    # --- what comes on the control links ---
+
+    def _on_frame(self, stage: str, received: Received) -> None:
+        frame, replies = received.frame, self._links.replies
+        if isinstance(frame, frames.Fenced):
+            if frame.route != self.route_id:
+                raise WireError("it says that it fenced a route session that is not this pipeline's")
+            replies.resolve(FenceReply(stage, frame.epoch), received)
+        elif not isinstance(frame, SessionReply):
+            raise WireError(f"{type(frame).__name__} came from stage {stage}, which may only reply")
+        elif frame.key.route != self.route_id or frame.key.epoch != self.epoch:
+            return  # a reply to an epoch that is over
+        elif _concerns_the_route(frame) and self.state is RouteState.LIVE:
+            self._go_down(f"stage {stage}: {frame.message}")
+        elif not frame.key.session:
+            replies.resolve(FenceReply(stage, frame.key.epoch), received)
+        elif not replies.resolve(ControlReply(stage, frame.key.session, frame.seq), received):
+            self._on_work_reply(stage, WorkReply(frame.key.session, frame.seq), received)
+
+    def _on_work_reply(self, stage: str, key: WorkReply, received: Received) -> None:
+        pending = self._links.replies.get(key)
+        if pending is not None and isinstance(pending.request, frames.Tokens):
+            stages = self.route.stages
+            is_head, is_tail = stage == stages[0].address, stage == stages[-1].address
+            check_work_reply(
+                pending.request, received.frame, is_head=is_head, is_tail=is_tail, n_vocab=self.limits.n_vocab
+            )
+            self._links.replies.resolve(key, received)
+
+    def _on_loss(self, why: str) -> None:
+        """A control link ended."""
+        if self.state is RouteState.LIVE:
+            self._go_down(why)
+
+    # --- what sessions use ---
+
+    def key(self, session: int) -> Key:
+        return Key(self.route_id, self.epoch, session)
+
+    def send_work(self, frame: frames.Tokens) -> PendingReply:
+        """Send a work frame to the head. Raises :class:`WireError` when it cannot be sent."""
+        self.head.send_nowait(frame)
+        return self._links.replies.register(WorkReply(frame.key.session, frame.seq), frame)
+
+    def cancel_work(self, session: int, last_seq: int) -> None:
+        """Tell the head not to start work up to ``last_seq``. Raises :class:`WireError` when it cannot be told."""
+        self.head.send_nowait(frames.Cancel(self.key(session), last_seq))
+
+    def fail_work(self, session: int, seq: int, error: DgrError) -> None:
+        """End the wait for the reply to a work frame."""
+        self._links.replies.resolve(WorkReply(session, seq), error)
+
+    @property
+    def head(self) -> Link:
+        """The control link to the stage that takes token ids."""
+        return self._links.stages[self.route.stages[0].address].link
+
+    async def ask_all(self, frame: frames.Open | frames.Close | frames.Probe) -> list[tuple[str, frames.Frame]]:
+        """Send one request to every stage and collect (address, reply), head first."""
+        self._refuse_if_closed()
+        what = f"{type(frame).__name__} of session {frame.key.session}"
+        keys = [ControlReply(ref.address, frame.key.session, frame.seq) for ref in self.route.stages]
+        replies = [self._links.request(key, frame) for key in keys]
+        try:
+            return [
+                (key.stage, (await reply.wait(self.timeouts.control, f"{what} from stage {key.stage}")).frame)
+                for key, reply in zip(keys, replies, strict=True)
+            ]
+        finally:
+            for key in keys:
+                self._links.replies.discard(key)
+
+
+def _concerns_the_route(frame: SessionReply) -> TypeGuard[frames.Refused]:
+    """Whether a stage says that it lost the next one, or all that it held of the route session."""
+    return isinstance(frame, frames.Refused) and (frame.code is frames.Refusal.SUCCESSOR or not frame.key.session)

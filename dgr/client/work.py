@@ -1,0 +1,185 @@
+"""The work of one session: what was sent of its transcript, what is in flight, and what came through every stage."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+from attrs import frozen
+
+from dgr.client.events import Event
+from dgr.client.replies import PendingReply, work_error
+from dgr.client.route_client import SessionLimits, Timeouts
+from dgr.core.prefix import PrefixDigest
+from dgr.engine.base import LogitsWanted
+from dgr.errors import DgrError, SessionLost
+from dgr.wire import frames
+from dgr.wire.framing import Received
+
+__all__ = ["Chunk", "SessionRoute", "SessionWork", "WorkRequest"]
+
+#: Replies that say that work was done.
+_RESULTS = (frames.Advanced, frames.Token, frames.Logits)
+
+
+class SessionRoute(Protocol):
+    """What a session needs of its route; :class:`~dgr.client.route_client.RouteClient` is one."""
+
+    #: Grows with every fence: what a stage holds of an older epoch is gone.
+    epoch: int
+    timeouts: Timeouts
+
+    @property
+    def limits(self) -> SessionLimits: ...
+
+    def key(self, session: int) -> frames.Key: ...
+
+    async def wait_live(self) -> None: ...
+
+    def send_work(self, frame: frames.Tokens) -> PendingReply: ...
+
+    def cancel_work(self, session: int, last_seq: int) -> None: ...
+
+    def fail_work(self, session: int, seq: int, error: DgrError) -> None: ...
+
+    async def ask_all(self, frame: frames.Open | frames.Close | frames.Probe) -> list[tuple[str, frames.Frame]]: ...
+
+    def emit(self, event: Event) -> None: ...
+
+
+@frozen
+class WorkRequest:
+    """What a run to the end of the transcript shall bring back: nothing, a token, or rows of logits."""
+
+    #: Draw the token after the last one.
+    sampling: frames.Sampling | None = None
+    #: Take rows of logits from position ``rows_from`` on: (position of the first row, little-endian float32).
+    rows: Callable[[int, memoryview], None] | None = None
+    rows_from: int = 0
+
+    @property
+    def wants_output(self) -> bool:
+        return self.sampling is not None or self.rows is not None
+
+    def chunks(self, begin: int, end: int, size: int) -> Iterator[tuple[int, int, LogitsWanted]]:
+        """Cut ``begin..end`` into chunks of at most ``size`` tokens, each with the logits that are wanted of it."""
+        while begin < end:
+            until = min(begin + size, end)
+            if self.rows is not None and begin < self.rows_from:
+                until = min(until, self.rows_from)
+                yield begin, until, LogitsWanted.NONE
+            elif self.rows is not None:
+                yield begin, until, LogitsWanted.ALL
+            else:
+                yield begin, until, LogitsWanted.LAST if self.sampling and until == end else LogitsWanted.NONE
+            begin = until
+
+
+@frozen
+class Chunk:
+    """A work frame in flight."""
+
+    seq: int
+    #: Tokens committed once it is through.
+    end: int
+    sampling: frames.Sampling | None
+    reply: PendingReply
+
+
+class SessionWork:
+    """Sends a session's work frames and takes the replies, in order."""
+
+    def __init__(self, route: SessionRoute, session: int) -> None:
+        self._route = route
+        self._session = session
+        self._sent = PrefixDigest()
+        self._committed = 0
+        self._chunks: deque[Chunk] = deque()
+        self._seq = 0
+
+    @property
+    def committed(self) -> int:
+        """Tokens that every stage has committed, as far as replies have come."""
+        committed = self._committed
+        for chunk in self._chunks:
+            reply = chunk.reply.value
+            if not isinstance(reply, Received) or not isinstance(reply.frame, _RESULTS):
+                break
+            committed = chunk.end
+        return committed
+
+    @property
+    def sent(self) -> int:
+        """Tokens of the transcript that were sent."""
+        return self._sent.position
+
+    @property
+    def in_flight(self) -> int:
+        """Work frames sent whose reply was not taken yet."""
+        return len(self._chunks)
+
+    @property
+    def digest(self) -> bytes:
+        """Digest of the tokens that were sent."""
+        return self._sent.digest()
+
+    def next_seq(self) -> int:
+        """Return a number for a request; numbers grow over the session's life."""
+        self._seq += 1
+        return self._seq
+
+    def stand_at(self, tokens: Sequence[int]) -> None:
+        """These tokens and no others were sent and are committed on every stage."""
+        if self._sent.position != len(tokens):
+            self._sent = PrefixDigest(tokens)
+        self._committed = len(tokens)
+
+    def send(self, tokens: Sequence[int], logits: LogitsWanted, request: WorkRequest) -> None:
+        """Send the next tokens of the transcript to the head. Raises :class:`WireError` when they cannot be sent."""
+        sampling = request.sampling if logits is LogitsWanted.LAST else None
+        frame = frames.Tokens(
+            key=self._route.key(self._session),
+            seq=self._seq + 1,
+            expect=frames.Expectation(self._sent.position, self._sent.digest()),
+            tokens=tuple(tokens),
+            logits=logits.value,
+            sampling=sampling,
+        )
+        reply = self._route.send_work(frame)
+        self._seq = frame.seq
+        self._sent.extend(tokens)
+        self._chunks.append(Chunk(frame.seq, self._sent.position, sampling, reply))
+
+    async def next_reply(self, *, cancelled: bool = False) -> tuple[Chunk, Received]:
+        """Take the reply to the oldest work in flight. Cancelled work may not have been run; its replies say so.
+
+        A result is one that the work can have had: the route has looked at it (:mod:`dgr.client.claims`). Raises what a
+        refusal means (see :func:`dgr.client.replies.work_error`), :class:`SessionLost` when the wait was ended meanwhile,
+        :class:`DeadlineExceeded`.
+        """
+        chunk = self._chunks[0]
+        what = f"{'cancelled ' if cancelled else ''}work frame {chunk.seq} of session {self._session}"
+        received = await chunk.reply.wait(self._route.timeouts.reply, what)
+        if not self._chunks or self._chunks[0] is not chunk:
+            # It came, and before this task ran the session was lost or closed: the reply counts no more.
+            raise SessionLost("the session was lost or closed")
+        self._chunks.popleft()
+        frame = received.frame
+        if isinstance(frame, _RESULTS):
+            self._committed = chunk.end
+        elif not (cancelled and isinstance(frame, frames.Cancelled)):
+            raise work_error(frame)
+        return chunk, received
+
+    def cancel(self) -> None:
+        """Tell the head to start nothing of what is in flight. Raises :class:`WireError` when it cannot be told."""
+        self._route.cancel_work(self._session, self._seq)
+
+    def forget(self, error: DgrError) -> None:
+        """No stage holds anything: whoever waits for a reply is told the error."""
+        chunks, self._chunks = self._chunks, deque()
+        self._sent = PrefixDigest()
+        self._committed = 0
+        for chunk in chunks:
+            self._route.fail_work(self._session, chunk.seq, error)

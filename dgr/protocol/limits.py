@@ -1,0 +1,17 @@
+"""What both sides of a link count on."""
+
+from __future__ import annotations
+
+from dgr.engine.base import EngineDescription
+from dgr.wire.framing import Limits
+
+__all__ = ["INBOX", "limits_of"]
+
+#: Work frames that may wait for one session on a stage; a client keeps fewer in flight.
+INBOX = 64
+
+
+def limits_of(description: EngineDescription) -> Limits:
+    """Return what a link to or from a stage may carry."""
+    width = max(description.width_in, description.width_out)
+    return Limits(n_batch=description.context.n_batch, boundary_width=max(width, 1), n_vocab=description.n_vocab)
