@@ -1,5 +1,6 @@
 // What must be true of a file's metadata before llama.cpp reads it: each rule stands for an assertion, a division by
-// zero or an out-of-bounds read in the loader or in the first graph.
+// zero or an out-of-bounds read in the loader or in the first graph. dgr/v4/hyper_parameters.py and dgr/v4/metadata.py refuse
+// the same and more, and are the master: this is the last guard, for whoever calls the shim without them.
 #include "dgr_internal.h"
 
 #include "gguf.h"

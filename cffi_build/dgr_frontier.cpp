@@ -219,9 +219,7 @@ static void frontier(const dgr_stage & stage, int32_t slot, dgr_frontier & out) 
 
 int32_t dgr_stage_frontier(const dgr_stage * stage, int32_t slot, dgr_frontier * out) {
     return dgr::guarded([&] {
-        if (!stage || !out) {
-            dgr::refuse("stage and out are both required");
-        }
+        dgr::require("stage, out", stage, out);
         *out = {};
         dgr::frontier(*stage, slot, *out);
     });

@@ -35,6 +35,14 @@ struct error : std::runtime_error {
 [[noreturn]] void fail  (dgr_status status, const char * fmt, ...) DGR_PRINTF(2, 3);
 [[noreturn]] void refuse(const char * fmt, ...) DGR_PRINTF(1, 2); // DGR_ERR_ARGUMENT
 
+// Refuses null pointers; `names` are those of the arguments.
+template <class... Pointer>
+void require(const char * names, const Pointer *... pointers) {
+    if ((... || !pointers)) {
+        refuse("%s: all are required, and one is NULL", names);
+    }
+}
+
 // Records the message of the calling thread's last failure; returns the status for `return`.
 int32_t record(dgr_status status, const char * what) noexcept;
 

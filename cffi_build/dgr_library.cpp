@@ -173,7 +173,7 @@ static std::string build_info() {
 } // namespace dgr
 
 int32_t dgr_abi_version(void) {
-    return 2;
+    return DGR_ABI_VERSION;
 }
 
 const char * dgr_last_error(void) {

@@ -17,6 +17,11 @@
 extern "C" {
 #endif
 
+// Grows when this header changes; a package that was written for another one refuses the library.
+typedef enum dgr_abi {
+    DGR_ABI_VERSION = 3,
+} dgr_abi;
+
 typedef struct dgr_stage dgr_stage; // one model range and its context
 typedef struct dgr_vocab dgr_vocab; // a tokenizer, loaded without weights
 
@@ -117,7 +122,7 @@ typedef struct dgr_sample_params {
 } dgr_sample_params;
 
 // Library.
-int32_t      dgr_abi_version(void);                    // grows when this header changes
+int32_t      dgr_abi_version(void);                    // DGR_ABI_VERSION of the library itself
 const char * dgr_last_error(void);                     // message of the calling thread's last failure, never NULL
 void         dgr_log_set(void (*on_line)(int32_t level, const char * text)); // ggml_log_level, one line a call; NULL: silent
 const char * dgr_build_info(void);                     // JSON: llama.cpp commit, patch digest, compiler, flags, CPU features

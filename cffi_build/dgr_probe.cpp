@@ -76,9 +76,7 @@ int32_t dgr_probe_raw_positions(const dgr_stage * stage, int32_t slot, int32_t *
 
 int32_t dgr_probe_poke(dgr_stage * stage, int32_t component, int32_t layer, int32_t slot, uint32_t row, const uint8_t * bytes, size_t n_bytes) {
     return dgr::guarded([&] {
-        if (!stage || !bytes) {
-            dgr::refuse("stage and bytes are both required");
-        }
+        dgr::require("stage, bytes", stage, bytes);
         const auto & found = dgr::find_layer(*stage, component, layer, slot, row, 1);
         if (n_bytes != dgr::row_size(found)) {
             dgr::refuse("n_bytes is %zu, the row has %zu", n_bytes, dgr::row_size(found));

@@ -118,9 +118,7 @@ static void top(const float * logits, int32_t n_vocab, int32_t n_top, int32_t * 
 int32_t dgr_sample(const float * logits, int32_t n_vocab, const int32_t * history, int32_t n_history,
                    const dgr_sample_params * params, int32_t * token, int32_t * top_tokens, float * top_logprobs) {
     return dgr::guarded([&] {
-        if (!logits || !params || !token) {
-            dgr::refuse("logits, params and token are all required");
-        }
+        dgr::require("logits, params, token", logits, params, token);
         dgr::check(logits, n_vocab, history, n_history, *params);
         if (params->n_top > 0 && (!top_tokens || !top_logprobs)) {
             dgr::refuse("n_top is %d: top_tokens and top_logprobs are both required", params->n_top);

@@ -39,9 +39,7 @@ static int32_t full_count(int32_t answer) {
 
 int32_t dgr_vocab_open(const char * path, dgr_vocab ** out) {
     return dgr::guarded([&] {
-        if (!path || !out) {
-            dgr::refuse("path and out are both required");
-        }
+        dgr::require("path, out", path, out);
         *out = nullptr;
         dgr::library_init();
         *out = dgr::open_vocab(path).release();
@@ -54,9 +52,7 @@ void dgr_vocab_close(dgr_vocab * vocab) {
 
 int32_t dgr_vocab_specials(const dgr_vocab * vocab, int32_t * n_vocab, int32_t * bos, int32_t * eos) {
     return dgr::guarded([&] {
-        if (!vocab || !n_vocab || !bos || !eos) {
-            dgr::refuse("vocab, n_vocab, bos and eos are all required");
-        }
+        dgr::require("vocab, n_vocab, bos, eos", vocab, n_vocab, bos, eos);
         *n_vocab = llama_vocab_n_tokens(vocab->vocab);
         *bos     = llama_vocab_bos(vocab->vocab);
         *eos     = llama_vocab_eos(vocab->vocab);

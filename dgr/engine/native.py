@@ -20,6 +20,7 @@ from dgr.errors import (
     InputError,
     NonFinite,
 )
+from dgr.v4.state_map import Component
 
 __all__ = ["Native", "NativeHandle", "build_info", "default_native", "kernel_fingerprint", "runtime_version"]
 
@@ -27,6 +28,9 @@ __all__ = ["Native", "NativeHandle", "build_info", "default_native", "kernel_fin
 _PROBE_BYTES = 64 << 20
 
 _log = logging.getLogger("dgr.llama_cpp")
+
+#: The version of ``dgr_native.h`` that this package was written for.
+ABI_VERSION = 3
 
 # ggml_log_level: 1 debug, 2 info, 3 warn, 4 error (5 continues a line and is folded in by the shim).
 _LEVELS = {1: logging.DEBUG, 2: logging.DEBUG, 3: logging.INFO, 4: logging.WARNING}
@@ -38,6 +42,8 @@ class Native:
     def __init__(self, module: Any) -> None:
         self.ffi = module.ffi
         self.lib = module.lib
+        _check_fit(module.__name__, "ABI version", self.lib.dgr_abi_version(), ABI_VERSION)
+        _check_fit(module.__name__, "number of state components", self.lib.DGR_N_COMPONENTS, len(Component))
 
         @self.ffi.def_extern("dgr_py_log")  # type: ignore[untyped-decorator]
         def on_line(level: int, text: Any) -> None:
@@ -69,6 +75,12 @@ class NativeHandle:
 
     def __reduce_ex__(self, _protocol: object) -> NoReturn:
         raise TypeError(f"a {type(self).__name__} owns native memory and cannot be copied or pickled; open another one")
+
+
+def _check_fit(name: str, what: str, theirs: int, ours: int) -> None:
+    """Refuse an extension that was built from other sources than these."""
+    if theirs != ours:
+        raise EngineError(f"{name} has {what} {theirs}, this dgr wants {ours}: build the extension again (make build)")
 
 
 @lru_cache(maxsize=1)

@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -16,6 +16,8 @@ import dgr.engine._native as native
 import dgr.testing._probe as probe
 from dgr.engine.base import ContextParams, Numerics
 from dgr.engine.llama import LlamaEngine
+from dgr.engine.native import ABI_VERSION, Native
+from dgr.errors import EngineError
 
 CFFI_BUILD = Path(__file__).resolve().parents[2] / "cffi_build"
 
@@ -78,7 +80,21 @@ def test_enums_and_structs_reach_python() -> None:
     assert native.lib.DGR_ERR_INTERNAL == -7
     assert native.lib.DGR_N_COMPONENTS == 7
     assert native.ffi.sizeof("dgr_component_frontier") == 4 * 4 + 16
-    assert native.lib.dgr_abi_version() == 2
+    assert native.lib.dgr_abi_version() == native.lib.DGR_ABI_VERSION == ABI_VERSION
+
+
+@pytest.mark.parametrize(
+    ("abi", "n_components", "problem"),
+    [(ABI_VERSION - 1, 7, "ABI version"), (ABI_VERSION + 1, 7, "ABI version"), (ABI_VERSION, 6, "state components")],
+)
+def test_an_extension_of_other_sources_is_refused_at_load(abi: int, n_components: int, problem: str) -> None:
+    stale = SimpleNamespace(
+        __name__="stale",
+        ffi=native.ffi,
+        lib=SimpleNamespace(dgr_abi_version=lambda: abi, DGR_N_COMPONENTS=n_components),
+    )
+    with pytest.raises(EngineError, match=f"stale has .*{problem}.*build the extension again"):
+        Native(stale)
 
 
 def test_build_info_tells_the_pin(build_scripts: tuple[ModuleType, ModuleType]) -> None:
