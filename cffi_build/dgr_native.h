@@ -52,7 +52,7 @@ typedef struct dgr_stage_params {
     bool     dry_run;     // allocate nothing: dgr_stage_info tells the bytes, dgr_stage_run is refused
 } dgr_stage_params;
 
-// State components in the order of dgr_stage_info.state_bytes and of dgr_stage_frontier.
+// State components in the order of dgr_stage_info.state_bytes and of dgr_stage_summary.
 typedef enum dgr_component {
     DGR_RAW_SWA  = 0, // sliding-window K of every owned layer
     DGR_CSA      = 1, // compressed K, ratio 4
@@ -95,18 +95,18 @@ typedef struct dgr_run {
                                   // 1 too where a tail was asked for no row
 } dgr_run;
 
-typedef struct dgr_component_frontier {
+typedef struct dgr_component_summary {
     int32_t  n_layers;
     uint32_t capacity;   // rows per layer and sequence
     uint32_t rows_min;   // rows holding data (by position for raw SWA, non-zero rows elsewhere), least over layers
     uint32_t rows_max;   // and most
     uint8_t  digest[16]; // XXH3-128 over the live rows of every layer, by layer, then by position
-} dgr_component_frontier;
+} dgr_component_summary;
 
-typedef struct dgr_frontier {
+typedef struct dgr_state_summary {
     int32_t position; // tokens committed
-    dgr_component_frontier components[7];
-} dgr_frontier;
+    dgr_component_summary components[7];
+} dgr_state_summary;
 
 typedef struct dgr_sample_params {
     float    temperature; // <= 0: greedy
@@ -140,7 +140,7 @@ int32_t dgr_stage_info_get(const dgr_stage * stage, dgr_stage_info * out);
 int32_t dgr_stage_run     (dgr_stage * stage, const dgr_run * run);
 int32_t dgr_stage_position(const dgr_stage * stage, int32_t slot, int32_t * out); // tokens committed
 int32_t dgr_stage_clear   (dgr_stage * stage, int32_t slot); // every component of the slot to zero
-int32_t dgr_stage_frontier(const dgr_stage * stage, int32_t slot, dgr_frontier * out);
+int32_t dgr_stage_summary(const dgr_stage * stage, int32_t slot, dgr_state_summary * out);
 void    dgr_stage_abort   (dgr_stage * stage);         // from any thread: the run in progress and all later ones fail
 
 // Draws from one row of logits with llama.cpp's sampler chain; needs no stage.

@@ -22,7 +22,8 @@ from dgr.client.session import ClientSession
 from dgr.cluster.local import LocalCluster, ShardPolicy, open_cluster, open_pipeline
 from dgr.cluster.remote import LinkPolicy, open_route
 from dgr.core.route import LayerRange, Route, StageRef
-from dgr.engine.base import ContextParams, Numerics, SamplingParams, ShardEngine
+from dgr.core.values import ContextParams, Numerics, SamplingParams
+from dgr.engine.base import ShardEngine
 from dgr.engine.llama import LlamaEngine
 from dgr.engine.vocab import LlamaVocabulary
 from dgr.errors import DgrError

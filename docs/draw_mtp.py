@@ -92,7 +92,9 @@ def fields() -> Iterator[str]:
     rows = []
     for kind in (*messages.TO_STAGE, *messages.TO_PIPELINE):
         names = ", ".join(f"`{name}`" for name in kind.__struct_fields__)
-        rows.append((kind.__struct_config__.tag, f"`{kind.__name__}`", names, str(kind.__doc__).splitlines()[0]))
+        rows.append(
+            (kind.__struct_config__.tag, f"`{messages.message_name(kind)}`", names, str(kind.__doc__).splitlines()[0])
+        )
     yield from table(("tag", "message", "fields, in order", "what it is"), rows)
 
 

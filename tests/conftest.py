@@ -13,7 +13,7 @@ from typing import TypeVar
 import pytest
 
 import dgr
-from dgr.engine.base import ContextParams
+from dgr.core.values import ContextParams
 from dgr.engine.numerics import Certificate, load_certificate, record_certificate
 from dgr.selftest.chain import some_tokens
 from dgr.selftest.fixture import cached_fixture

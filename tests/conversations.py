@@ -8,7 +8,8 @@ from functools import lru_cache
 
 from dgr import GeneratedToken, Generation
 from dgr.client.events import so_far
-from dgr.engine.base import ContextParams, LogitsWanted, SamplingParams, Work
+from dgr.core.values import ContextParams, LogitsWanted, SamplingParams
+from dgr.engine.base import Work
 from dgr.stage.shard import Shard
 from dgr.testing.engines.fake import FakeEngine
 

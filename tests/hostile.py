@@ -12,7 +12,7 @@ import trio
 
 from dgr.client.control_links import Connector
 from dgr.core.prefix import PrefixDigest
-from dgr.engine.base import EngineDescription
+from dgr.core.values import Expectation, Key, SamplingParams, StageIdentity, StateSummary, TopLogprob
 from dgr.protocol.limits import limits_of
 from dgr.wire import frames, memory_transports
 from dgr.wire.framing import Framer, Limits
@@ -53,9 +53,7 @@ def spoilt(rng: random.Random, data: bytes) -> bytes:
 class Talker:
     """What a hostile pipeline, or a hostile stage before, says: mostly sense, so that it gets somewhere."""
 
-    def __init__(
-        self, rng: random.Random, about: EngineDescription, names: list[str], route: bytes | None = None
-    ) -> None:
+    def __init__(self, rng: random.Random, about: StageIdentity, names: list[str], route: bytes | None = None) -> None:
         self.rng = rng
         self.about = about
         self.names = names
@@ -74,10 +72,10 @@ class Talker:
     def _near(self, value: int) -> int:
         return value if self.rng.random() < 0.93 else self.rng.choice([value - 1, value + 1, *EDGES])
 
-    def _key(self) -> frames.Key:
+    def _key(self) -> Key:
         rng = self.rng
         route = self.route if rng.random() < 0.95 else rng.randbytes(rng.choice([16, 15, 0]))
-        return frames.Key(route, self._near(self.epoch), self._near(rng.choice(list(self.sessions) or [1])))
+        return Key(route, self._near(self.epoch), self._near(rng.choice(list(self.sessions) or [1])))
 
     def _next(self) -> tuple[frames.Frame, bytes]:
         rng = self.rng
@@ -87,7 +85,7 @@ class Talker:
         if not self.sessions or rng.random() < 0.12:
             session = rng.randrange(1, 5)
             self.sessions[session] = PrefixDigest()
-            return frames.Open(frames.Key(self.route, self.epoch, session), self._near(self.seq)), b""
+            return frames.Open(Key(self.route, self.epoch, session), self._near(self.seq)), b""
         key, seq = self._key(), self._near(self.seq)
         kind = rng.choices(["work", "close", "cancel", "probe", "link", "alien"], [10, 1, 2, 2, 2, 1])[0]
         match kind:
@@ -98,7 +96,7 @@ class Talker:
             case "cancel":
                 return frames.Cancel(key, self._near(seq)), b""
             case "probe":
-                return frames.Probe(key, seq), b""
+                return frames.QueryState(key, seq), b""
             case "link":
                 return rng.choice(
                     [frames.Ping(7), frames.Pong(5), frames.Credit(rng.choice(EDGES)), frames.Ping(1, b"x")]
@@ -113,13 +111,13 @@ class Talker:
         own, before, after = (rng.choice([*self.names, "", "nowhere:1", "x" * 256]) for _ in range(3))
         return frames.Fence(self.route, self._near(self.epoch), own, before, after if rng.random() < 0.6 else "")
 
-    def _work(self, key: frames.Key, seq: int) -> tuple[frames.Frame, bytes]:
+    def _work(self, key: Key, seq: int) -> tuple[frames.Frame, bytes]:
         rng, about = self.rng, self.about
         count = rng.choice([1, 1, 2, 5, 8, 16, 17, 200])
         tokens = tuple(rng.randrange(about.n_vocab) if rng.random() < 0.99 else rng.choice(EDGES) for _ in range(count))
         prefix = self.sessions.get(key.session) or PrefixDigest()
         digest = prefix.digest() if rng.random() < 0.95 else rng.randbytes(16)
-        expect = frames.Expectation(self._near(prefix.position), digest)
+        expect = Expectation(self._near(prefix.position), digest)
         wanted, sampling = rng.randrange(3), odd_sampling(rng) if rng.random() < 0.5 else None
         if about.is_head or rng.random() < 0.1:
             if all(0 <= token < about.n_vocab for token in tokens):
@@ -131,8 +129,8 @@ class Talker:
         return frame, payload[: len(payload) - rng.choice([0] * 20 + [1, 4])]
 
 
-def odd_sampling(rng: random.Random) -> frames.Sampling:
-    return frames.Sampling(
+def odd_sampling(rng: random.Random) -> SamplingParams:
+    return SamplingParams(
         rng.choice([0.0, 0.7, 1e-45, -1.0, 3e38, float("nan")]),
         rng.choice([0, 40, 2**31 - 1, -1]),
         rng.choice([1.0, 0.9, 1e-46, 0.0, 2.0]),
@@ -147,7 +145,7 @@ def odd_sampling(rng: random.Random) -> frames.Sampling:
     )
 
 
-def any_answer(rng: random.Random, key: frames.Key, seq: int, n_vocab: int) -> list[frames.Frame]:
+def any_answer(rng: random.Random, key: Key, seq: int, n_vocab: int) -> list[frames.Frame]:
     """Every kind of frame that a stage, or the other side of a link, may say."""
     number = rng.choice(EDGES[:16])
     u32 = min(number, 2**32 - 1)
@@ -160,8 +158,8 @@ def any_answer(rng: random.Random, key: frames.Key, seq: int, n_vocab: int) -> l
         frames.CacheMiss(key, seq, rng.choice(list(frames.Miss)), u32),
         frames.StaleEpoch(key, seq, number),
         frames.Refused(key, seq, rng.choice(list(frames.Refusal)), "x" * rng.choice([1, 4096, 5000])),
-        frames.Cancelled(key, seq, u32),
-        frames.Frontier(key, seq, u32, bytes(16), ()),
+        frames.WorkSkipped(key, seq, u32),
+        frames.StateReport(key, seq, bytes(16), StateSummary(u32, ())),
         frames.Ready(key.route, key.epoch),
         frames.AwaitReady(key.route, key.epoch),
         frames.Hello(frames.Role.PIPELINE, "x", None),
@@ -184,18 +182,19 @@ def lies(rng: random.Random, frame: frames.Frame, n_vocab: int) -> list[frames.F
                 [
                     replace(frame, position=frame.position + near),
                     replace(frame, token=rng.choice([n_vocab, 2**31 - 1, 2**31])),
-                    replace(frame, top=((0, -1.0), *frame.top)),
-                    replace(frame, top=((n_vocab, -1.0), *frame.top[1:])),
-                    replace(frame, top=((0, float("nan")), *frame.top[1:])),
-                    replace(frame, top=((0, -1.0),) * 70),
+                    replace(frame, top=(TopLogprob(0, -1.0), *frame.top)),
+                    replace(frame, top=(TopLogprob(n_vocab, -1.0), *frame.top[1:])),
+                    replace(frame, top=(TopLogprob(0, float("nan")), *frame.top[1:])),
+                    replace(frame, top=(TopLogprob(0, -1.0),) * 70),
                     frames.Advanced(frame.key, frame.seq, frame.position),
                 ]
             )
         case frames.Advanced():
             position = max(0, frame.position + near)
             lie = rng.choice([replace(frame, position=position), frames.Token(frame.key, frame.seq, frame.position, 1)])
-        case frames.Frontier():
-            lie = rng.choice([replace(frame, position=frame.position + 1), replace(frame, digest=rng.randbytes(16))])
+        case frames.StateReport():
+            elsewhere = replace(frame.state, position=frame.state.position + 1)
+            lie = rng.choice([replace(frame, state=elsewhere), replace(frame, digest=rng.randbytes(16))])
         case frames.Fenced():
             lie = rng.choice([replace(frame, route=rng.randbytes(16)), replace(frame, epoch=frame.epoch + 1)])
         case frames.Opened() | frames.Closed():
@@ -207,7 +206,7 @@ def lies(rng: random.Random, frame: frames.Frame, n_vocab: int) -> list[frames.F
         return [lie]
     if how < 0.8:
         return []
-    key, seq = getattr(frame, "key", frames.Key(bytes(16), 1, 1)), getattr(frame, "seq", 1)
+    key, seq = getattr(frame, "key", Key(bytes(16), 1, 1)), getattr(frame, "seq", 1)
     other = rng.choice(any_answer(rng, key, seq, n_vocab))
     return [other] if how < 0.9 else [other, frame]
 
@@ -216,7 +215,7 @@ def lying(connect: Connector, rng: random.Random, share: float) -> Connector:
     """A way to stages that lie in a ``share`` of their answers, and spoil some bytes."""
 
     @asynccontextmanager
-    async def through(address: str) -> AsyncIterator[tuple[Link, EngineDescription]]:
+    async def through(address: str) -> AsyncIterator[tuple[Link, StageIdentity]]:
         async with connect(address) as (inner, about):
             limits = limits_of(about)
             near, far = memory_transports()
@@ -239,9 +238,7 @@ async def _pass_on(far: trio.abc.Stream, inner: Link, limits: Limits) -> None:
         return
 
 
-async def _answer(
-    far: trio.abc.Stream, inner: Link, about: EngineDescription, rng: random.Random, share: float
-) -> None:
+async def _answer(far: trio.abc.Stream, inner: Link, about: StageIdentity, rng: random.Random, share: float) -> None:
     try:
         async for received in inner:
             told = [received.frame]

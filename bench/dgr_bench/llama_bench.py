@@ -19,7 +19,7 @@ import trio
 from attrs import frozen
 
 import dgr_bench
-from dgr.engine.base import ContextParams
+from dgr.core.values import ContextParams
 from dgr.errors import EngineError, InputError
 
 _SCRIPT = Path("cffi_build", "llama_cpp.py")

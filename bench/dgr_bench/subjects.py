@@ -32,12 +32,12 @@ from dgr import (
 from dgr.cluster.local import load_engines
 from dgr.core.prefix import PrefixDigest
 from dgr.core.route import parse_split
-from dgr.engine.base import ComponentFrontier, LogitsWanted, Work
+from dgr.core.values import ComponentSummary, LogitsWanted
+from dgr.engine.base import Work
 from dgr.errors import NonFinite
 from dgr.selftest.chain import cut_at, pieces
 from dgr.stage.shard import Shard
 from dgr.wire import frames
-from dgr.wire.frames import ComponentState
 from dgr.wire.nurseries import open_nursery
 
 #: What a mutant does to an engine: it stands in for the engine of the stage with that index.
@@ -55,12 +55,13 @@ class StageState(msgspec.Struct, frozen=True, kw_only=True):
     position: int
     #: BLAKE2b-128 of the ids of those tokens, as the stage counted them, hex; empty where no stage counts.
     prefix: str
-    components: tuple[ComponentState, ...]
+    components: tuple[ComponentSummary, ...]
 
     @classmethod
-    def of(cls, layers: str, frame: frames.Frontier) -> StageState:
+    def of(cls, layers: str, frame: frames.StateReport) -> StageState:
         """As a stage answers when it is asked."""
-        return cls(layers=layers, position=frame.position, prefix=frame.digest.hex(), components=frame.components)
+        state = frame.state
+        return cls(layers=layers, position=state.position, prefix=frame.digest.hex(), components=state.components)
 
 
 class Traffic(msgspec.Struct, frozen=True, kw_only=True):
@@ -124,7 +125,9 @@ class Piped:
 
     async def states(self) -> list[StageState]:
         layers = {ref.address: str(ref.layers) for ref in self._pipeline.route.stages}
-        return [StageState.of(layers[address], frame) for address, frame in (await self.session.frontier()).items()]
+        return [
+            StageState.of(layers[address], frame) for address, frame in (await self.session.state_summaries()).items()
+        ]
 
     async def rows(self, tokens: Sequence[int]) -> bytes:
         found: dict[int, bytes] = {}
@@ -236,13 +239,13 @@ class Bare:
         return self._draw(await self._run((self._last,), LogitsWanted.LAST))
 
     async def states(self) -> list[StageState]:
-        frontier = self._engine.frontier(0)
+        state = self._engine.state_summary(0)
         return [
             StageState(
                 layers=str(self._engine.describe().layers),
-                position=frontier.position,
+                position=state.position,
                 prefix=PrefixDigest(self._committed).digest().hex(),
-                components=tuple(map(_component, frontier.components)),
+                components=state.components,
             )
         ]
 
@@ -270,10 +273,6 @@ class Bare:
     def _draw(self, logits: bytes) -> int:
         self._last, _ = self._engine.sample(logits, (), SamplingParams())
         return self._last
-
-
-def _component(part: ComponentFrontier) -> ComponentState:
-    return ComponentState(part.name, part.n_layers, part.capacity, part.rows_min, part.rows_max, part.digest)
 
 
 @asynccontextmanager

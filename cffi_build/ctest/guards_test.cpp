@@ -145,18 +145,18 @@ static void full(const char * model) {
     run_refused(stage, DGR_ERR_FULL, "holds 512 tokens", [](batch &) {});
 
     // The last compressed row of a full slot is a committed one, no longer the dummy.
-    dgr_frontier f;
-    CHECK(dgr_stage_frontier(stage.get(), 1, &f) == DGR_OK);
+    dgr_state_summary f;
+    CHECK(dgr_stage_summary(stage.get(), 1, &f) == DGR_OK);
     CHECK(f.position == 512 && f.components[DGR_CSA].rows_min == 128);
 }
 
 static void slots(const stage_ptr & stage) {
     int32_t p;
-    dgr_frontier f;
+    dgr_state_summary f;
     for (const int32_t slot : { -1, 3, INT32_MAX, INT32_MIN }) {
         CHECK(dgr_stage_position(stage.get(), slot, &p) == DGR_ERR_ARGUMENT);
         CHECK(dgr_stage_clear(stage.get(), slot) == DGR_ERR_ARGUMENT);
-        CHECK(dgr_stage_frontier(stage.get(), slot, &f) == DGR_ERR_ARGUMENT);
+        CHECK(dgr_stage_summary(stage.get(), slot, &f) == DGR_ERR_ARGUMENT);
     }
 }
 
@@ -168,8 +168,8 @@ static void dry_run(const char * model) {
     const dgr_stage_info dry = info(stage);
     CHECK(memcmp(&dry, &real, sizeof(dry)) == 0);
     run_refused(stage, DGR_ERR_ARGUMENT, "dry_run", [](batch &) {});
-    dgr_frontier f;
-    CHECK(dgr_stage_frontier(stage.get(), 0, &f) == DGR_ERR_ARGUMENT);
+    dgr_state_summary f;
+    CHECK(dgr_stage_summary(stage.get(), 0, &f) == DGR_ERR_ARGUMENT);
     CHECK(dgr_stage_clear(stage.get(), 0) == DGR_ERR_ARGUMENT);
 }
 

@@ -10,8 +10,8 @@ static const int N_PROMPT = 140; // past an HCA block
 // Calls visit(component, layer, rows, bytes of a row) for all that a stage holds.
 template <class Visit>
 static void each_component(const stage_ptr & stage, int32_t slot, Visit && visit) {
-    dgr_frontier f;
-    CHECK(dgr_stage_frontier(stage.get(), slot, &f) == DGR_OK);
+    dgr_state_summary f;
+    CHECK(dgr_stage_summary(stage.get(), slot, &f) == DGR_OK);
     for (int32_t c = 0; c < DGR_N_COMPONENTS; ++c) {
         int32_t n_layers = 0;
         for (int32_t il = 0; il < info(stage).n_layer; ++il) {
@@ -91,9 +91,9 @@ static void frontier_sees_a_poke(const char * model) {
     whole.prefill(1, 0, N_PROMPT, 64);
     const stage_ptr & stage = whole.stages[0];
 
-    dgr_frontier before, again, after;
-    CHECK(dgr_stage_frontier(stage.get(), 1, &before) == DGR_OK);
-    CHECK(dgr_stage_frontier(stage.get(), 1, &again) == DGR_OK);
+    dgr_state_summary before, again, after;
+    CHECK(dgr_stage_summary(stage.get(), 1, &before) == DGR_OK);
+    CHECK(dgr_stage_summary(stage.get(), 1, &again) == DGR_OK);
     CHECK(memcmp(&before, &again, sizeof(before)) == 0);
     CHECK(before.position == N_PROMPT);
     CHECK(before.components[DGR_RAW_SWA].rows_min == (uint32_t) N_PROMPT);
@@ -107,7 +107,7 @@ static void frontier_sees_a_poke(const char * model) {
     CHECK(dgr_probe_rows(stage.get(), DGR_CSA, layer, 1, 0, 0, nullptr, 0, &row_bytes) == DGR_OK);
     std::vector<uint8_t> row(row_bytes, 0x11);
     CHECK(dgr_probe_poke(stage.get(), DGR_CSA, layer, 1, /*row =*/ 3, row.data(), row.size()) == DGR_OK);
-    CHECK(dgr_stage_frontier(stage.get(), 1, &after) == DGR_OK);
+    CHECK(dgr_stage_summary(stage.get(), 1, &after) == DGR_OK);
     for (int32_t c = 0; c < DGR_N_COMPONENTS; ++c) {
         const bool same = memcmp(&before.components[c], &after.components[c], sizeof(before.components[c])) == 0;
         CHECK(same == (c != DGR_CSA));

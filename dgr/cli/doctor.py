@@ -52,7 +52,10 @@ def _as_json(report: RouteReport) -> dict[str, Any]:
         fields = attrs.asdict(stage, recurse=False)
         if stage.identity is not None:
             fields["identity"] = msgspec.structs.asdict(stage.identity)
-            fields["identity"]["context"] = msgspec.structs.asdict(stage.identity.context)
+            fields["identity"] |= {
+                "layers": str(stage.identity.layers),
+                "context": msgspec.structs.asdict(stage.identity.context),
+            }
         stages.append(fields)
     return {
         "healthy": not report.problems,

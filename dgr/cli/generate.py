@@ -10,6 +10,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import Any
 
 import attrs
+import msgspec
 import trio
 
 from dgr.cli.options import add_link_arguments, add_model_arguments, context_of, link_policy_of
@@ -22,7 +23,7 @@ from dgr.cluster.local import open_pipeline
 from dgr.cluster.remote import open_route
 from dgr.cluster.route_file import read_route_file
 from dgr.core.units import human_bytes
-from dgr.engine.base import SamplingParams
+from dgr.core.values import SamplingParams
 from dgr.errors import InputError
 from dgr.stage.shard import Shard
 from dgr.wire.nurseries import open_nursery
@@ -269,7 +270,7 @@ async def logits_digest(pipeline: Pipeline, tokens: list[int]) -> tuple[str, int
 
 async def _verify(args: argparse.Namespace, pipeline: Pipeline, transcript: list[int]) -> dict[str, Any]:
     ours, rows = await logits_digest(pipeline, transcript)
-    context = attrs.evolve(pipeline.context, n_seq_max=1)
+    context = msgspec.structs.replace(pipeline.context, n_seq_max=1)
     async with open_pipeline(args.model, context=context, threads=args.threads, mmap=args.mmap) as whole:
         theirs, _ = await logits_digest(whole, transcript)
     return {"equal": ours == theirs, "rows": rows, "digest": ours, "whole_digest": theirs}

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 from dgr.cluster.remote import LinkPolicy
 from dgr.core.mtp import CONTRACT, not_executable
-from dgr.engine.base import ContextParams, Numerics
+from dgr.core.values import ContextParams, Numerics
 from dgr.errors import InputError
 from dgr.wire.tcp import Credentials
 

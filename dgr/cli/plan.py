@@ -16,7 +16,7 @@ from dgr.core.outputs import write_file
 from dgr.core.route import LayerRange, Route, StageRef
 from dgr.core.targets import find_target
 from dgr.core.units import human_bytes
-from dgr.engine.base import ContextParams, Numerics
+from dgr.core.values import ContextParams, Numerics
 from dgr.engine.budget import parse_budget
 from dgr.engine.llama import estimate_memory
 from dgr.errors import InputError

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import math
 
-from dgr.engine.base import LogitsWanted
+from dgr.core.values import LogitsWanted, SamplingParams
 from dgr.errors import WireError
 from dgr.wire import frames
 
-__all__ = ["check_frontier", "check_work_reply"]
+__all__ = ["check_report", "check_work_reply"]
 
 
 def check_work_reply(work: frames.Tokens, reply: frames.Frame, *, is_head: bool, is_tail: bool, n_vocab: int) -> None:
@@ -29,7 +29,7 @@ def check_work_reply(work: frames.Tokens, reply: frames.Frame, *, is_head: bool,
             _check_done(work, reply, is_tail, work.logits == LogitsWanted.ALL)
             if reply.n_rows != len(work.tokens):
                 raise WireError(f"{reply.n_rows} rows of logits came for {len(work.tokens)} tokens")
-        case frames.Cancelled():
+        case frames.WorkSkipped():
             if not is_head:
                 raise WireError("a stage that is not the head says that it cancelled a work frame")
         case frames.CacheMiss() | frames.StaleEpoch() | frames.Refused():
@@ -50,30 +50,30 @@ def _check_done(
         raise WireError(f"{kind} says position {reply.position}; its work frame ends at {end}")
 
 
-def _check_token(reply: frames.Token, sampling: frames.Sampling | None, n_vocab: int) -> None:
+def _check_token(reply: frames.Token, sampling: SamplingParams | None, n_vocab: int) -> None:
     wanted = 0 if sampling is None else sampling.top_logprobs
     if reply.token >= n_vocab:
         raise WireError(f"token id {reply.token} came; the vocabulary has {n_vocab}")
     if len(reply.top) != wanted:
         raise WireError(f"{len(reply.top)} top log-probabilities came; {wanted} were asked for")
-    ids = {token for token, _ in reply.top}
+    ids = {candidate.token for candidate in reply.top}
     if len(ids) != wanted or any(token >= n_vocab for token in ids):
         raise WireError(f"top log-probabilities came for token ids {sorted(ids)}; the vocabulary has {n_vocab}")
-    if not all(math.isfinite(logprob) for _, logprob in reply.top):
+    if not all(math.isfinite(candidate.logprob) for candidate in reply.top):
         raise WireError("a top log-probability came that is not finite")
 
 
-def check_frontier(stage: str, frontier: frames.Frontier, position: int, digest: bytes) -> None:
+def check_report(stage: str, report: frames.StateReport, position: int, digest: bytes) -> None:
     """A session that stands still is on every stage where its client has it. Raises :class:`WireError`."""
-    who = f"stage {stage}"
-    if frontier.position != position:
-        raise WireError(f"{who} says position {frontier.position}; the session has committed {position} tokens")
-    if frontier.digest != digest:
+    who, state = f"stage {stage}", report.state
+    if state.position != position:
+        raise WireError(f"{who} says position {state.position}; the session has committed {position} tokens")
+    if report.digest != digest:
         raise WireError(f"{who} holds other tokens than the session committed: their digests differ")
-    names = [part.name for part in frontier.components]
+    names = [part.name for part in state.components]
     if len(set(names)) != len(names):
         raise WireError(f"{who} names a state component twice: {', '.join(names)}")
-    for part in frontier.components:
+    for part in state.components:
         if not part.rows_min <= part.rows_max <= part.capacity:
             raise WireError(
                 f"{who} says that component {part.name} has {part.rows_min} to {part.rows_max} rows of {part.capacity}"

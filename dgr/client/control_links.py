@@ -12,9 +12,9 @@ from attrs import define
 
 from dgr.client.replies import ControlReply, FenceReply, PendingReplies, PendingReply
 from dgr.core.route import Route, StageRef
-from dgr.engine.base import EngineDescription
+from dgr.core.values import StageIdentity
 from dgr.errors import InvalidRoute, LinkBroken, WireError
-from dgr.protocol.identity import check_alike, check_neighbours, identity_of
+from dgr.protocol.identity import check_alike, check_neighbours
 from dgr.wire import frames
 from dgr.wire.framing import Received
 from dgr.wire.links import Link
@@ -25,7 +25,7 @@ __all__ = ["Connector", "ControlLink", "ControlLinks"]
 class Connector(Protocol):
     """How a client reaches a stage."""
 
-    def __call__(self, address: str) -> AbstractAsyncContextManager[tuple[Link, EngineDescription]]: ...
+    def __call__(self, address: str) -> AbstractAsyncContextManager[tuple[Link, StageIdentity]]: ...
 
 
 @define(eq=False)
@@ -34,7 +34,7 @@ class ControlLink:
 
     ref: StageRef
     link: Link
-    description: EngineDescription
+    description: StageIdentity
     scope: trio.CancelScope
     #: Why the link ended; None while it lives.
     lost: str | None = None
@@ -56,7 +56,7 @@ class ControlLinks:
         #: Every reply that somebody waits for, whatever it replies to.
         self.replies = PendingReplies()
         #: What all stages share; set by the first epoch, and later routes must keep to it.
-        self.reference: frames.Identity | None = None
+        self.reference: StageIdentity | None = None
         self._connect = connect
         self._nursery = nursery
         self._on_frame = on_frame
@@ -82,7 +82,7 @@ class ControlLinks:
     def keep_to(self, head: str) -> None:
         """Remember what the stages of the first route share; ``head`` is the address of one of them."""
         if self.reference is None:
-            self.reference = identity_of(self.stages[head].description)
+            self.reference = self.stages[head].description
 
     async def _hold(
         self, ref: StageRef, *, task_status: trio.TaskStatus[ControlLink] = trio.TASK_STATUS_IGNORED
@@ -115,7 +115,7 @@ class ControlLinks:
         return True
 
     def request(
-        self, key: FenceReply | ControlReply, frame: frames.Fence | frames.Open | frames.Close | frames.Probe
+        self, key: FenceReply | ControlReply, frame: frames.Fence | frames.Open | frames.Close | frames.QueryState
     ) -> PendingReply:
         """Send a request to a stage; one that cannot be sent has its error for a reply, and others are asked all the same."""
         reply = self.replies.register(key)
@@ -129,13 +129,12 @@ class ControlLinks:
         return reply
 
 
-def _check_fit(route: Route, descriptions: Sequence[EngineDescription], reference: frames.Identity | None) -> None:
+def _check_fit(route: Route, identities: Sequence[StageIdentity], reference: StageIdentity | None) -> None:
     """Refuse stages that do not belong together, or not to the route's first epoch, naming both values."""
-    route.check(descriptions[0].n_layers)
-    identities = [identity_of(description) for description in descriptions]
-    for ref, description, identity in zip(route.stages, descriptions, identities, strict=True):
-        if description.layers != ref.layers:
-            raise InvalidRoute(f"stage {ref.address} owns layers {description.layers}; the route says {ref.layers}")
+    route.check(identities[0].n_layers)
+    for ref, identity in zip(route.stages, identities, strict=True):
+        if identity.layers != ref.layers:
+            raise InvalidRoute(f"stage {ref.address} owns layers {identity.layers}; the route says {ref.layers}")
         check_alike(f"stage {ref.address}", identity, reference or identities[0])
     for before, after in itertools.pairwise(identities):
         check_neighbours(before, after)

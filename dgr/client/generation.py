@@ -7,7 +7,7 @@ from typing import Protocol
 
 from attrs import frozen
 
-from dgr.engine.base import TopLogprob
+from dgr.core.values import TopLogprob
 from dgr.wire import frames
 
 __all__ = ["GeneratedToken", "Generation", "TokenSource", "Vocabulary"]
@@ -99,8 +99,7 @@ class Generation:
             raise StopAsyncIteration
         if self._left is not None:
             self._left -= 1
-        top = tuple(TopLogprob(token, logprob) for token, logprob in frame.top)
-        return GeneratedToken(frame.token, frame.position, self._text(frame.token), top)
+        return GeneratedToken(frame.token, frame.position, self._text(frame.token), frame.top)
 
     def _text(self, token: int) -> str:
         if self._vocabulary is None:

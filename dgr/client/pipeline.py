@@ -19,7 +19,7 @@ from dgr.client.route_client import RouteClient, Timeouts
 from dgr.client.session import ClientSession
 from dgr.core.arguments import check_instance, check_whole
 from dgr.core.route import Route
-from dgr.engine.base import ContextParams, EngineDescription
+from dgr.core.values import ContextParams, StageIdentity
 from dgr.protocol.limits import INBOX
 from dgr.protocol.states import RouteState
 from dgr.wire.nurseries import cancelled_first, open_nursery
@@ -72,7 +72,7 @@ class Pipeline:
         return self._client.last_recovery_error
 
     @property
-    def descriptions(self) -> tuple[EngineDescription, ...]:
+    def descriptions(self) -> tuple[StageIdentity, ...]:
         """What the stages said of themselves, head first."""
         return self._client.descriptions
 

@@ -155,7 +155,7 @@ def work_error(frame: frames.Frame) -> DgrError:
             return InputError(frame.message)
         case frames.Refused():
             return SessionLost(f"{frame.code.name.lower()}: {frame.message}")
-        case frames.Cancelled():
+        case frames.WorkSkipped():
             return SessionLost(f"cancelled at position {frame.position}")
         case _:
             return WireError(f"a work frame was replied to with {type(frame).__name__}")

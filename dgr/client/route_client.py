@@ -21,11 +21,10 @@ from dgr.client.replies import ControlReply, FenceReply, PendingReply, WorkReply
 from dgr.core.arguments import number
 from dgr.core.route import Route
 from dgr.core.state_machine import Machine
-from dgr.engine.base import EngineDescription
+from dgr.core.values import Key, StageIdentity
 from dgr.errors import ClosedError, DeadlineExceeded, DgrError, LinkBroken, SessionLost, WireError
 from dgr.protocol.states import ROUTE, RouteEvent, RouteState
 from dgr.wire import frames
-from dgr.wire.frames import Key
 from dgr.wire.framing import Received
 from dgr.wire.links import Link
 from dgr.wire.nurseries import cancelled_first, open_nursery
@@ -42,8 +41,8 @@ SessionReply: TypeAlias = (
     | frames.CacheMiss
     | frames.StaleEpoch
     | frames.Refused
-    | frames.Cancelled
-    | frames.Frontier
+    | frames.WorkSkipped
+    | frames.StateReport
 )
 
 #: Seconds between two tries to bring a route back: at first, and at most.
@@ -125,7 +124,7 @@ class RouteClient:
         return self._route
 
     @property
-    def descriptions(self) -> tuple[EngineDescription, ...]:
+    def descriptions(self) -> tuple[StageIdentity, ...]:
         """What the stages said of themselves, head first."""
         return tuple(self._links.stages[ref.address].description for ref in self.route.stages)
 
@@ -346,7 +345,7 @@ class RouteClient:
         """The control link to the stage that takes token ids."""
         return self._links.stages[self.route.stages[0].address].link
 
-    async def ask_all(self, frame: frames.Open | frames.Close | frames.Probe) -> list[tuple[str, frames.Frame]]:
+    async def ask_all(self, frame: frames.Open | frames.Close | frames.QueryState) -> list[tuple[str, frames.Frame]]:
         """Send one request to every stage and collect (address, reply), head first."""
         self._refuse_if_closed()
         what = f"{type(frame).__name__} of session {frame.key.session}"

@@ -14,14 +14,14 @@ from contextlib import asynccontextmanager
 import trio
 from attrs import frozen
 
-from dgr.client.claims import check_frontier
+from dgr.client.claims import check_report
 from dgr.client.events import Cancelled, Prefilled, PrefillProgress, RePrefilled, StateLost
 from dgr.client.generation import Generation, Vocabulary
 from dgr.client.replies import control_error
 from dgr.client.work import SessionRoute, SessionWork, WorkRequest
 from dgr.core.arguments import check_whole, token_ids
 from dgr.core.state_machine import Machine
-from dgr.engine.base import SamplingParams
+from dgr.core.values import SamplingParams
 from dgr.errors import (
     ContextLimitExceeded,
     DgrError,
@@ -33,7 +33,7 @@ from dgr.errors import (
     SessionLost,
     WireError,
 )
-from dgr.protocol.sampling import to_wire
+from dgr.protocol.sampling import check_sampling
 from dgr.protocol.states import CLIENT_SESSION, ClientEvent, ClientState
 from dgr.wire import frames
 from dgr.wire.nurseries import cancelled_first
@@ -45,7 +45,7 @@ __all__ = ["ClientSession"]
 class _KeptToken:
     """A token that was drawn for a caller who had gone, and what it was drawn with."""
 
-    sampling: frames.Sampling
+    sampling: SamplingParams
     token: frames.Token
 
 
@@ -55,7 +55,7 @@ class _Turn:
 
     session: ClientSession
     number: int
-    sampling: frames.Sampling
+    sampling: SamplingParams
 
     @property
     def is_full(self) -> bool:
@@ -135,7 +135,7 @@ class ClientSession:
         if max_tokens is not None:
             check_whole("max_tokens", max_tokens, 0)
         n_vocab = self._route.limits.n_vocab
-        drawn_with = to_wire(sampling or SamplingParams(), n_vocab)
+        drawn_with = check_sampling(sampling or SamplingParams(), n_vocab)
         ending = None if stop is None else frozenset(token_ids("stop", stop, n_vocab))
         if isinstance(prompt, str):
             if self._vocabulary is None:
@@ -175,7 +175,7 @@ class ClientSession:
         if self.committed < len(self.transcript):
             await self._commit(WorkRequest())
 
-    async def frontier(self) -> dict[str, frames.Frontier]:
+    async def state_summaries(self) -> dict[str, frames.StateReport]:
         """Return where the session stands on every stage: address -> counts and digests per component.
 
         Raises :class:`CacheMissed`, :class:`PeerRefused` when a stage holds no such session or cannot tell.
@@ -183,12 +183,12 @@ class ClientSession:
         async with self._use():
             await self._route.wait_live()
             await self._ensure_ready()
-            replies = await self._ask(frames.Probe)
+            replies = await self._ask(frames.QueryState)
         result = {}
         for address, frame in replies:
-            if not isinstance(frame, frames.Frontier):
+            if not isinstance(frame, frames.StateReport):
                 raise control_error(address, frame)
-            check_frontier(address, frame, self._work.sent, self._work.digest)
+            check_report(address, frame, self._work.sent, self._work.digest)
             result[address] = frame
         return result
 
@@ -234,7 +234,7 @@ class ClientSession:
 
     # --- the one way forward ---
 
-    async def _draw(self, sampling: frames.Sampling) -> frames.Token:
+    async def _draw(self, sampling: SamplingParams) -> frames.Token:
         """Commit the transcript and draw the token after it; the transcript grows by it."""
         self._check_free()
         token = await self._commit(WorkRequest(sampling=sampling))
@@ -381,7 +381,9 @@ class ClientSession:
         self._work.forget(SessionLost(reason))
         self._route.emit(StateLost(self.id, reason))
 
-    async def _ask(self, request: type[frames.Open | frames.Close | frames.Probe]) -> list[tuple[str, frames.Frame]]:
+    async def _ask(
+        self, request: type[frames.Open | frames.Close | frames.QueryState]
+    ) -> list[tuple[str, frames.Frame]]:
         return await self._route.ask_all(request(self._route.key(self.id), self._work.next_seq()))
 
     async def _drop(self) -> None:

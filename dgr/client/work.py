@@ -12,7 +12,7 @@ from dgr.client.events import Event
 from dgr.client.replies import PendingReply, work_error
 from dgr.client.route_client import SessionLimits, Timeouts
 from dgr.core.prefix import PrefixDigest
-from dgr.engine.base import LogitsWanted
+from dgr.core.values import Expectation, Key, LogitsWanted, SamplingParams
 from dgr.errors import DgrError, SessionLost
 from dgr.wire import frames
 from dgr.wire.framing import Received
@@ -33,7 +33,7 @@ class SessionRoute(Protocol):
     @property
     def limits(self) -> SessionLimits: ...
 
-    def key(self, session: int) -> frames.Key: ...
+    def key(self, session: int) -> Key: ...
 
     async def wait_live(self) -> None: ...
 
@@ -43,7 +43,9 @@ class SessionRoute(Protocol):
 
     def fail_work(self, session: int, seq: int, error: DgrError) -> None: ...
 
-    async def ask_all(self, frame: frames.Open | frames.Close | frames.Probe) -> list[tuple[str, frames.Frame]]: ...
+    async def ask_all(
+        self, frame: frames.Open | frames.Close | frames.QueryState
+    ) -> list[tuple[str, frames.Frame]]: ...
 
     def emit(self, event: Event) -> None: ...
 
@@ -53,7 +55,7 @@ class WorkRequest:
     """What a run to the end of the transcript shall bring back: nothing, a token, or rows of logits."""
 
     #: Draw the token after the last one.
-    sampling: frames.Sampling | None = None
+    sampling: SamplingParams | None = None
     #: Take rows of logits from position ``rows_from`` on: (position of the first row, little-endian float32).
     rows: Callable[[int, memoryview], None] | None = None
     rows_from: int = 0
@@ -83,7 +85,7 @@ class Chunk:
     seq: int
     #: Tokens committed once it is through.
     end: int
-    sampling: frames.Sampling | None
+    sampling: SamplingParams | None
     reply: PendingReply
 
 
@@ -141,9 +143,9 @@ class SessionWork:
         frame = frames.Tokens(
             key=self._route.key(self._session),
             seq=self._seq + 1,
-            expect=frames.Expectation(self._sent.position, self._sent.digest()),
+            expect=Expectation(self._sent.position, self._sent.digest()),
             tokens=tuple(tokens),
-            logits=logits.value,
+            logits=logits,
             sampling=sampling,
         )
         reply = self._route.send_work(frame)
@@ -168,7 +170,7 @@ class SessionWork:
         frame = received.frame
         if isinstance(frame, _RESULTS):
             self._committed = chunk.end
-        elif not (cancelled and isinstance(frame, frames.Cancelled)):
+        elif not (cancelled and isinstance(frame, frames.WorkSkipped)):
             raise work_error(frame)
         return chunk, received
 

@@ -14,8 +14,9 @@ from dgr.cluster.diagnosis import next_step, own_findings, said_step
 from dgr.cluster.remote import LinkPolicy, RemoteConnector
 from dgr.cluster.route_file import RouteFile
 from dgr.core.route import Route, StageRef
+from dgr.core.values import StageIdentity
 from dgr.errors import DeadlineExceeded, DgrError, InvalidRoute, LinkBroken, PeerRefused, WireError
-from dgr.protocol.identity import check_alike, check_neighbours, identity_of
+from dgr.protocol.identity import check_alike, check_neighbours
 from dgr.wire import frames
 from dgr.wire.links import Link
 from dgr.wire.nurseries import open_nursery
@@ -52,7 +53,7 @@ class StageReport:
 
     address: str
     layers: str
-    identity: frames.Identity | None
+    identity: StageIdentity | None
     #: Median of the round trips of an empty frame, seconds.
     round_trip: float | None
     #: Client to stage, bytes a second.
@@ -89,7 +90,7 @@ async def examine(file: RouteFile, policy: LinkPolicy) -> RouteReport:
                     round_trip, bandwidth = await _measure(link)
                 if patience.cancelled_caught:
                     raise DeadlineExceeded(f"{_ROUND_TRIPS} round trips and {_FILL} bytes took over {_MEASURE:g} s")
-                identity = identity_of(description)
+                identity = description
         except DgrError as error:
             step = await next_step(ref.address, error, policy.credentials, own_is_bad=own_is_bad)
             found[ref.address] = Problem(f"stage {ref.address}", str(error), step)

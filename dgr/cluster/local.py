@@ -15,7 +15,8 @@ from dgr.client.pipeline import Pipeline, Timeouts, open_pipeline_on
 from dgr.core.arguments import check_flag, check_instance, check_whole, number, optional, whole
 from dgr.core.mtp import refuse_value
 from dgr.core.route import LayerRange, Route, StageRef, parse_split
-from dgr.engine.base import ContextParams, EngineDescription, ShardEngine
+from dgr.core.values import ContextParams, StageIdentity
+from dgr.engine.base import ShardEngine
 from dgr.engine.budget import check_budget, parse_budget
 from dgr.engine.llama import MOST_THREADS, LlamaEngine, estimate_memory
 from dgr.engine.vocab import LlamaVocabulary
@@ -143,7 +144,7 @@ class LocalCluster:
         return shard
 
     @asynccontextmanager
-    async def connect(self, address: str) -> AsyncIterator[tuple[Link, EngineDescription]]:
+    async def connect(self, address: str) -> AsyncIterator[tuple[Link, StageIdentity]]:
         """A control link to a shard; the :class:`~dgr.client.pipeline.Connector` of this process."""
         shard = self._get(address)
         limits = limits_of(shard.description)

@@ -18,7 +18,7 @@ from dgr.cluster.route_file import RouteFile, read_route_file
 from dgr.cluster.visitors import VisitorLog, says_something
 from dgr.core.arguments import check_instance, flag, instance, number, optional, whole
 from dgr.core.mtp import refuse_value
-from dgr.engine.base import EngineDescription
+from dgr.core.values import StageIdentity
 from dgr.engine.vocab import LlamaVocabulary
 from dgr.errors import (
     DeadlineExceeded,
@@ -30,7 +30,7 @@ from dgr.errors import (
     Overloaded,
     PeerRefused,
 )
-from dgr.protocol.identity import check_alike, check_neighbours, check_wants, describe_identity, identity_of
+from dgr.protocol.identity import check_alike, check_neighbours, check_wants
 from dgr.protocol.limits import limits_of
 from dgr.stage.shard import Shard
 from dgr.v4.state_map import ContextShape
@@ -92,7 +92,7 @@ async def _open(address: str, policy: LinkPolicy, hello: Hello) -> AsyncIterator
         answer = (await _first_frame(link, policy.handshake, "Welcome")).frame
         match answer:
             case Welcome():
-                limits = limits_of(describe_identity(answer.identity))
+                limits = limits_of(answer.identity)
                 if answer.credit < limits.under_way // 2:
                     raise FrameError(
                         f"stage {address} takes {answer.credit} bytes of payload at a time; one boundary of"
@@ -129,12 +129,12 @@ class RemoteConnector:
         self._context = dict(context or {})
 
     @asynccontextmanager
-    async def __call__(self, address: str) -> AsyncIterator[tuple[Link, EngineDescription]]:
+    async def __call__(self, address: str) -> AsyncIterator[tuple[Link, StageIdentity]]:
         async with _open(address, self._policy, self._hello) as (link, welcome):
             self._check(address, welcome.identity)
-            yield link, describe_identity(welcome.identity)
+            yield link, welcome.identity
 
-    def _check(self, address: str, identity: frames.Identity) -> None:
+    def _check(self, address: str, identity: StageIdentity) -> None:
         if self._artifact is not None and identity.artifact != self._artifact:
             raise InvalidRoute(f"stage {address} runs artifact {identity.artifact}; the route is for {self._artifact}")
         for name, wanted in self._context.items():
@@ -255,7 +255,7 @@ class StageServer:
     async def _hold(
         self, own: str, successor: str, *, task_status: trio.TaskStatus[Link] = trio.TASK_STATUS_IGNORED
     ) -> None:
-        ours = identity_of(self._served.description)
+        ours = self._served.description
         started = False
         try:
             async with _open(successor, self._policy, Hello(Role.STAGE, own, ours)) as (link, welcome):
@@ -349,7 +349,7 @@ class StageServer:
             assert isinstance(hello, Hello)
             link.name = f"from {hello.name!r}"
             limits = limits_of(self._served.description)
-            link.send_nowait(Welcome(identity_of(self._served.description), limits.under_way))
+            link.send_nowait(Welcome(self._served.description, limits.under_way))
             link.agree(limits, None, limits.under_way, incoming=_arriving(limits, hello.role))
             yield link, serve
 
@@ -359,14 +359,13 @@ class StageServer:
             raise FrameError(f"a link begins with Hello, not with {type(hello).__name__}")
         if self._links >= self._policy.max_links:
             raise InputError(f"this stage serves {self._links} links, and takes no more than {self._policy.max_links}")
-        ours = identity_of(self._served.description)
+        ours = self._served.description
         check_wants(hello.wants, ours)
         if hello.role is Role.PIPELINE:
             return self._served.serve_control
         if hello.identity is None:
             raise FrameError("a stage must say what it is: its Hello has no identity")
         host, _ = parse_address(hello.name)
-        describe_identity(hello.identity)
         check_alike(f"stage {hello.name}", hello.identity, ours)
         check_neighbours(hello.identity, ours)
         names = peer_names(transport)

@@ -6,7 +6,9 @@ import re
 from collections.abc import Sequence
 
 from attrs import frozen
+from msgspec import Struct
 
+from dgr.core.scalars import U32
 from dgr.errors import InvalidLayerRange, InvalidRoute
 
 __all__ = ["LayerRange", "Route", "StageRef", "check_cover", "parse_split"]
@@ -14,14 +16,13 @@ __all__ = ["LayerRange", "Route", "StageRef", "check_cover", "parse_split"]
 _RANGE = re.compile(r"(\d{1,9}):(\d{1,9})")
 
 
-@frozen(order=True)
-class LayerRange:
+class LayerRange(Struct, frozen=True, array_like=True, forbid_unknown_fields=True, order=True):
     """Main layers ``begin <= layer < end``, written ``begin:end``."""
 
-    begin: int
-    end: int
+    begin: U32
+    end: U32
 
-    def __attrs_post_init__(self) -> None:
+    def __post_init__(self) -> None:
         if self.begin < 0 or self.end <= self.begin:
             raise InvalidLayerRange(
                 f"layer range {self.begin}:{self.end} is empty; write A:B with 0 <= A < B, for example 0:15"

@@ -9,26 +9,24 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from attrs import evolve
+from msgspec.structs import replace
 
 from dgr.artifact.artifact import Artifact
 from dgr.core.arguments import check_flag, check_whole
 from dgr.core.mtp import CAPABILITY, RESERVED, refuse_value
 from dgr.core.route import LayerRange
-from dgr.engine.address_space import has_address_limit
-from dgr.engine.base import (
-    ComponentFrontier,
+from dgr.core.values import (
+    ComponentSummary,
     ContextParams,
-    EngineDescription,
-    Frontier,
     LogitsWanted,
-    MemoryReport,
     Numerics,
-    Output,
     SamplingParams,
+    StageIdentity,
+    StateSummary,
     TopLogprob,
-    Work,
 )
+from dgr.engine.address_space import has_address_limit
+from dgr.engine.base import MemoryReport, Output, Work
 from dgr.engine.files import open_stage
 from dgr.engine.native import Native, NativeHandle, default_native, kernel_fingerprint, runtime_version
 from dgr.engine.numerics import require_certified
@@ -172,14 +170,14 @@ class LlamaEngine(NativeHandle):
             needs,
         )
         self._info = _read_info(self._native, self._stage)
-        context = evolve(
+        context = replace(
             context,
             n_ctx=self._info.n_ctx_seq,
             n_batch=self._info.n_batch,
             n_ubatch=self._info.n_ubatch,
         )
         self._memory = _memory_of(self._info)
-        self._description = EngineDescription(
+        self._description = StageIdentity(
             adapter=ADAPTER,
             architecture=ARCHITECTURE,
             artifact=identity,
@@ -203,7 +201,7 @@ class LlamaEngine(NativeHandle):
             raise EngineError("the stage was stopped; open another one")
         return self._stage
 
-    def describe(self) -> EngineDescription:
+    def describe(self) -> StageIdentity:
         return self._description
 
     def memory(self) -> MemoryReport:
@@ -333,12 +331,12 @@ class LlamaEngine(NativeHandle):
         )
         return int(token[0]), tuple(TopLogprob(int(top_tokens[i]), float(top_logprobs[i])) for i in range(n_top))
 
-    def frontier(self, slot: int) -> Frontier:
+    def state_summary(self, slot: int) -> StateSummary:
         self._check_slot(slot)
-        out = self._native.ffi.new("dgr_frontier *")
-        self._native.check(self._native.lib.dgr_stage_frontier(self._handle, slot, out), f"frontier of slot {slot}")
+        out = self._native.ffi.new("dgr_state_summary *")
+        self._native.check(self._native.lib.dgr_stage_summary(self._handle, slot, out), f"state of slot {slot}")
         components = tuple(
-            ComponentFrontier(
+            ComponentSummary(
                 name=component.value,
                 n_layers=part.n_layers,
                 capacity=part.capacity,
@@ -349,7 +347,7 @@ class LlamaEngine(NativeHandle):
             for component, part in zip(Component, out.components, strict=True)
             if part.n_layers
         )
-        return Frontier(int(out.position), components)
+        return StateSummary(int(out.position), components)
 
     def abort(self) -> None:
         if self._stage is not None:

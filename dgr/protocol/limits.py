@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dgr.engine.base import EngineDescription
+from dgr.core.values import StageIdentity
 from dgr.wire.framing import Limits
 
 __all__ = ["INBOX", "limits_of"]
@@ -11,7 +11,7 @@ __all__ = ["INBOX", "limits_of"]
 INBOX = 64
 
 
-def limits_of(description: EngineDescription) -> Limits:
+def limits_of(description: StageIdentity) -> Limits:
     """Return what a link to or from a stage may carry."""
     width = max(description.width_in, description.width_out)
     return Limits(n_batch=description.context.n_batch, boundary_width=max(width, 1), n_vocab=description.n_vocab)

@@ -1,4 +1,4 @@
-"""Sampling parameters on their way to the tail and back, and what is refused on the way.
+"""What is refused of sampling parameters, before they go to the tail and when they come there.
 
 A value out of range must be refused before any token is committed: on a link it would be no frame of the schema, and at
 the sampler it would come too late.
@@ -14,11 +14,10 @@ import struct
 import msgspec
 
 from dgr.core.arguments import check_instance
-from dgr.engine.base import SamplingParams
+from dgr.core.values import SamplingParams
 from dgr.errors import InputError
-from dgr.wire import frames
 
-__all__ = ["from_wire", "sampling_problem", "to_wire"]
+__all__ = ["check_sampling", "sampling_problem"]
 
 _FIELD = re.compile(r"\$\[(\d+)\]")
 _FLOATS = ("temperature", "top_p", "min_p", "repeat_penalty", "frequency_penalty", "presence_penalty")
@@ -31,12 +30,12 @@ _RANGES = {
 }
 
 
-def to_wire(params: SamplingParams, n_vocab: int) -> frames.Sampling:
-    """The frame's part. Raises :class:`InputError` for a value that no stage would take."""
+def check_sampling(params: SamplingParams, n_vocab: int) -> SamplingParams:
+    """Return the parameters with Python's own numbers. Raises :class:`InputError` for a value that no stage would take."""
     check_instance("sampling", params, SamplingParams)
-    values = {name: _plain(name, getattr(params, name)) for name in frames.Sampling.__struct_fields__}
+    values = {name: _plain(name, getattr(params, name)) for name in SamplingParams.__struct_fields__}
     try:
-        sampling = msgspec.convert(tuple(values.values()), frames.Sampling)
+        sampling = msgspec.convert(tuple(values.values()), SamplingParams)
     except msgspec.ValidationError as error:
         raise InputError(f"sampling parameters are refused: {_named(str(error))}") from error
     if (problem := sampling_problem(sampling, n_vocab)) is not None:
@@ -57,29 +56,10 @@ def _plain(name: str, value: object) -> int | float:
 
 def _named(message: str) -> str:
     """msgspec counts the fields of an array-like struct; people know their names."""
-    return _FIELD.sub(lambda match: frames.Sampling.__struct_fields__[int(match[1])], message)
+    return _FIELD.sub(lambda match: SamplingParams.__struct_fields__[int(match[1])], message)
 
 
-def from_wire(sampling: frames.Sampling | None) -> SamplingParams | None:
-    """What the engine takes."""
-    if sampling is None:
-        return None
-    return SamplingParams(
-        temperature=sampling.temperature,
-        top_k=sampling.top_k,
-        top_p=sampling.top_p,
-        min_p=sampling.min_p,
-        repeat_penalty=sampling.repeat_penalty,
-        frequency_penalty=sampling.frequency_penalty,
-        presence_penalty=sampling.presence_penalty,
-        penalty_last_n=sampling.penalty_last_n,
-        seed=sampling.seed,
-        choice=sampling.choice,
-        top_logprobs=sampling.top_logprobs,
-    )
-
-
-def sampling_problem(sampling: frames.Sampling, n_vocab: int) -> str | None:
+def sampling_problem(sampling: SamplingParams, n_vocab: int) -> str | None:
     """What a sampler would refuse of values that the schema lets pass. It computes in float32: so they are rounded first."""
     for name, (least, above, most, off) in _RANGES.items():
         value = getattr(sampling, name)

@@ -12,7 +12,8 @@ from collections.abc import Iterator, Sequence
 from attrs import evolve
 
 from dgr.core.route import LayerRange
-from dgr.engine.base import Frontier, LogitsWanted, Output, SamplingParams, ShardEngine, Work
+from dgr.core.values import LogitsWanted, SamplingParams, StateSummary
+from dgr.engine.base import Output, ShardEngine, Work
 from dgr.errors import NonFinite
 
 __all__ = ["Chain", "cut_at", "pieces", "some_tokens"]
@@ -99,9 +100,9 @@ class Chain:
         """One row out of several."""
         return rows[index * self._row : (index + 1) * self._row]
 
-    def frontiers(self, slot: int = 0) -> list[Frontier]:
+    def summaries(self, slot: int = 0) -> list[StateSummary]:
         """What every stage holds of a slot."""
-        return [engine.frontier(slot) for engine in self.engines]
+        return [engine.state_summary(slot) for engine in self.engines]
 
     def close(self, slot: int = 0) -> None:
         """Clear a slot on every stage."""

@@ -19,10 +19,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, Literal
 
-from attrs import evolve, frozen
+from attrs import frozen
+from msgspec.structs import replace
 
 from dgr.artifact.artifact import Artifact
-from dgr.engine.base import ContextParams, LogitsWanted, Numerics, Work
+from dgr.core.values import ContextParams, LogitsWanted, Numerics
+from dgr.engine.base import Work
 from dgr.engine.budget import available_cpus
 from dgr.engine.native import kernel_fingerprint
 from dgr.engine.numerics import Certificate
@@ -104,7 +106,7 @@ class Case:
 
     @property
     def context(self) -> ContextParams:
-        return evolve(_CONTEXT, type_k=self.label if self.kind == "k_cache" else "f16")
+        return replace(_CONTEXT, type_k=self.label if self.kind == "k_cache" else "f16")
 
 
 @frozen
@@ -241,7 +243,7 @@ class _Run:
     def __init__(self, case: Case, numerics: Numerics, chains: _Chains) -> None:
         self.case = case
         self._chains = chains
-        self.context = evolve(case.context, numerics=numerics)
+        self.context = replace(case.context, numerics=numerics)
         self.differences: list[str] = []
         self.untested: str | None = None
         self.threads: list[int] = []
@@ -290,7 +292,7 @@ class _Run:
                 for chunk in self.case.chunks:
                     chain.close()
                     self.hold(f"chunks of {chunk}", chain.feed(tokens, chunk=chunk))
-            with self._chains.open(self.artifact, None, evolve(self.context, n_seq_max=3)) as chain:
+            with self._chains.open(self.artifact, None, replace(self.context, n_seq_max=3)) as chain:
                 self.hold("beside other sequences", beside_others(chain, tokens))
             with self._chains.open(self.artifact, ranges, self.context) as chain:
                 self.hold(f"split at layer {_CUT}, chunks of 64", chain.feed(tokens, chunk=64))
@@ -299,7 +301,7 @@ class _Run:
 
     def _without_flash(self, tokens: Sequence[int]) -> None:
         """Without flash attention the numbers are others, and as steady."""
-        context = evolve(self.context, flash_attn=False)
+        context = replace(self.context, flash_attn=False)
         with self._chains.open(self.artifact, None, context) as chain:
             reference = chain.feed(tokens, chunk=len(tokens))
             chain.close()

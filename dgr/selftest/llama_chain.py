@@ -8,7 +8,7 @@ from pathlib import Path
 
 from dgr.artifact.artifact import Artifact
 from dgr.core.route import LayerRange, parse_split
-from dgr.engine.base import ContextParams
+from dgr.core.values import ContextParams
 from dgr.engine.llama import LlamaEngine
 from dgr.selftest.chain import Chain
 

@@ -34,7 +34,7 @@ from dgr.client.pipeline import Pipeline, PipelineStatistics
 from dgr.client.session import ClientSession
 from dgr.cluster.local import open_pipeline as open_trio_pipeline
 from dgr.core.route import LayerRange, Route
-from dgr.engine.base import SamplingParams
+from dgr.core.values import SamplingParams
 from dgr.errors import SessionBusy
 from dgr.serving.bridge import Bridge, Hold
 from dgr.wire.nurseries import open_nursery

@@ -9,7 +9,8 @@ from typing import TypeVar
 import trio
 from attrs import define, field, frozen
 
-from dgr.engine.base import Frontier, Output, SamplingParams, ShardEngine, TopLogprob, Work
+from dgr.core.values import SamplingParams, StateSummary, TopLogprob
+from dgr.engine.base import Output, ShardEngine, Work
 from dgr.errors import EngineError, InputError, NonFinite
 from dgr.stage.engine_thread import Worker
 
@@ -175,9 +176,9 @@ class Stepper:
         """Erase a slot once no step is running."""
         await self._call(lambda: self._engine.close(slot))
 
-    async def frontier(self, slot: int) -> Frontier:
-        """Read a slot's frontier between two steps."""
-        return await self._call(lambda: self._engine.frontier(slot))
+    async def state_summary(self, slot: int) -> StateSummary:
+        """Read a slot's state summary between two steps."""
+        return await self._call(lambda: self._engine.state_summary(slot))
 
     async def _call(self, function: Callable[[], T]) -> T:
         async with self._lock:

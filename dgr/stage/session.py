@@ -14,15 +14,16 @@ import trio
 
 from dgr.core.prefix import PrefixDigest
 from dgr.core.state_machine import Machine
-from dgr.engine.base import EngineDescription, Frontier, LogitsWanted, Work
+from dgr.core.values import Key, LogitsWanted, StageIdentity, StateSummary
+from dgr.engine.base import Work
 from dgr.errors import EngineError, InputError, NonFinite, WireError
 from dgr.protocol.limits import INBOX
-from dgr.protocol.sampling import from_wire, sampling_problem
+from dgr.protocol.sampling import sampling_problem
 from dgr.protocol.states import SESSION, SessionEvent, SessionState
 from dgr.stage.ledger import Lease
 from dgr.stage.scheduler import Stepper, StepResult
 from dgr.wire import frames
-from dgr.wire.frames import Boundary, Key, Miss, Refusal, Tokens
+from dgr.wire.frames import Boundary, Miss, Refusal, Tokens
 
 __all__ = ["Outlet", "SessionActor", "WorkFrame"]
 
@@ -54,7 +55,7 @@ class SessionActor:
         first_seq: int,
         *,
         stepper: Stepper,
-        description: EngineDescription,
+        description: StageIdentity,
         outlet: Outlet,
         time_to_live: float,
         on_end: Callable[[SessionActor], None],
@@ -128,9 +129,9 @@ class SessionActor:
         self.epitaph = epitaph
         self._scope.cancel()
 
-    async def frontier(self) -> Frontier:
-        """The native frontier of the slot."""
-        return await self._stepper.frontier(self.lease.slot)
+    async def state_summary(self) -> StateSummary:
+        """The native state summary of the slot."""
+        return await self._stepper.state_summary(self.lease.slot)
 
     # --- its own life ---
 
@@ -184,7 +185,7 @@ class SessionActor:
         if frame.seq < self._first_seq:
             return  # a late frame of an earlier life; nobody waits for its answer
         if frame.seq <= self._cancelled_through:
-            await self._outlet.reply(frames.Cancelled(self.key, frame.seq, self.position))
+            await self._outlet.reply(frames.WorkSkipped(self.key, frame.seq, self.position))
         elif (reason := self._missing(frame)) is not None:
             await self._outlet.reply(frames.CacheMiss(self.key, frame.seq, reason, self.position))
         elif (problem := self._unacceptable(frame)) is not None:
@@ -228,7 +229,7 @@ class SessionActor:
             self._history.extend(frame.tokens)
         self._machine.fire(SessionEvent.WORK)
         try:
-            result = await self._stepper.step(work, from_wire(frame.sampling) if tail else None, self._history or ())
+            result = await self._stepper.step(work, frame.sampling if tail else None, self._history or ())
         except InputError as error:
             self._machine.fire(SessionEvent.REFUSED)
             if self._history is not None:
@@ -252,8 +253,7 @@ class SessionActor:
             except WireError as error:
                 await self._poison(frame, Refusal.SUCCESSOR, str(error))
         elif result.token is not None:
-            top = tuple((candidate.token, candidate.logprob) for candidate in result.top)
-            await self._outlet.reply(frames.Token(key, seq, self.position, result.token, top))
+            await self._outlet.reply(frames.Token(key, seq, self.position, result.token, result.top))
         elif output.logits is not None:
             size = memoryview(output.logits).nbytes
             n_rows = size // (4 * self._description.n_vocab)

@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 import trio
 from attrs import frozen
 
+from dgr.core.values import Key
 from dgr.engine.base import ShardEngine
 from dgr.engine.budget import check_budget
 from dgr.errors import LinkBroken, WireError
@@ -28,7 +29,7 @@ from dgr.stage.scheduler import Stepper, StepperStatistics
 from dgr.stage.session import SessionActor
 from dgr.stage.supervisor import EpochSupervisor
 from dgr.wire import frames
-from dgr.wire.frames import Key, Miss, Refusal
+from dgr.wire.frames import Miss, Refusal
 from dgr.wire.framing import Received
 from dgr.wire.links import Link
 from dgr.wire.nurseries import cancelled_first, open_nursery
@@ -75,7 +76,7 @@ def _nothing() -> None:
 
 def _hand_over(
     supervisor: EpochSupervisor,
-    frame: frames.Open | frames.Close | frames.Probe | frames.Tokens | frames.Cancel,
+    frame: frames.Open | frames.Close | frames.QueryState | frames.Tokens | frames.Cancel,
     payload: memoryview | None,
 ) -> None:
     match frame:
@@ -288,7 +289,7 @@ class Shard:
                     nursery.start_soon(self._take_over, link, frame, supervisor)
                 else:
                     raise WireError("the link fences many route sessions of other links; the pipeline floods")
-            case frames.Open() | frames.Close() | frames.Probe() | frames.Tokens() | frames.Cancel():
+            case frames.Open() | frames.Close() | frames.QueryState() | frames.Tokens() | frames.Cancel():
                 known = self._routes.get(frame.key.route)
                 if known is None or known.control is not link:
                     self._answer_stranger(link, frame)
@@ -317,14 +318,14 @@ class Shard:
             return
 
     def _answer_stranger(
-        self, link: Link, frame: frames.Open | frames.Close | frames.Probe | frames.Tokens | frames.Cancel
+        self, link: Link, frame: frames.Open | frames.Close | frames.QueryState | frames.Tokens | frames.Cancel
     ) -> None:
         """A route session that is not known here holds nothing here."""
         self._strays += 1
         match frame:
             case frames.Close():
                 link.send_nowait(frames.Closed(frame.key, frame.seq, 0))
-            case frames.Tokens() | frames.Open() | frames.Probe():
+            case frames.Tokens() | frames.Open() | frames.QueryState():
                 link.send_nowait(frames.CacheMiss(frame.key, frame.seq, Miss.UNKNOWN, 0))
 
     async def _admit(self, route: bytes, link: Link) -> EpochSupervisor:

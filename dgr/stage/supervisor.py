@@ -15,14 +15,14 @@ from typing import Protocol
 import trio
 
 from dgr.core.state_machine import Machine
-from dgr.engine.base import EngineDescription, Frontier
+from dgr.core.values import Key, StageIdentity
 from dgr.errors import DgrError, WireError
 from dgr.protocol.states import EPOCH, EpochEvent, EpochState
 from dgr.stage.ledger import Lease, Ledger
 from dgr.stage.scheduler import Stepper
 from dgr.stage.session import SessionActor, WorkFrame
 from dgr.wire import frames
-from dgr.wire.frames import Boundary, Key, Miss, Refusal
+from dgr.wire.frames import Boundary, Miss, Refusal
 from dgr.wire.links import Link
 from dgr.wire.nurseries import open_nursery
 
@@ -41,7 +41,7 @@ class Host(Protocol):
 
     stepper: Stepper
     ledger: Ledger
-    description: EngineDescription
+    description: StageIdentity
     time_to_live: float
     #: Seconds a fence waits for its successor.
     fence_timeout: float
@@ -123,7 +123,7 @@ class EpochSupervisor:
     # Requests take effect in the order in which they came: what one changes at once is changed here, in the reader.
     # Only its waits (for a slot, for slots to be cleared, for the next stage) are a task's; tasks start in any order.
 
-    def request(self, frame: frames.Fence | frames.Open | frames.Close | frames.Probe) -> None:
+    def request(self, frame: frames.Fence | frames.Open | frames.Close | frames.QueryState) -> None:
         """Start a control request. It runs beside the sessions' work, never behind it."""
         if self._requests >= _REQUESTS:
             raise WireError(f"{_REQUESTS} control requests of one route session are under way; the pipeline floods")
@@ -138,7 +138,7 @@ class EpochSupervisor:
                     self._start(self._open, frame)
             case frames.Close():
                 self._start(self._close, frame, self._begin_close(frame))
-            case frames.Probe():
+            case frames.QueryState():
                 self._start(self._probe, frame)
 
     def _start(self, handler: Callable[..., Awaitable[None]], *args: object) -> None:
@@ -332,7 +332,7 @@ class EpochSupervisor:
             self._epitaphs.pop(key.session, None)
         self._answer(frames.Closed(key, frame.seq, 0 if actor is None else actor.lease.total))
 
-    async def _probe(self, frame: frames.Probe) -> None:
+    async def _probe(self, frame: frames.QueryState) -> None:
         key = frame.key
         for _ in range(_PROBES):
             if not self._admits(key, frame.seq):
@@ -342,23 +342,16 @@ class EpochSupervisor:
                 self._answer(frames.CacheMiss(key, frame.seq, self._why_missing(key, actor), 0))
                 return
             try:
-                frontier = await actor.frontier()
+                summary = await actor.state_summary()
             except DgrError as error:
                 self._answer(frames.Refused(key, frame.seq, Refusal.ENGINE, str(error)[:4096]))
                 return
             # One native call reads position and components together; the digest must be of the same moment.
-            if key.epoch == self.epoch and not actor.is_ending and frontier.position == actor.position:
-                self._answer_probe(frame, frontier, actor.digest)
+            if key.epoch == self.epoch and not actor.is_ending and summary.position == actor.position:
+                self._answer(frames.StateReport(key, frame.seq, actor.digest, summary))
                 return
         problem = "the session does not stand still: probe it when it is idle"
         self._answer(frames.Refused(key, frame.seq, Refusal.PROTOCOL, problem))
-
-    def _answer_probe(self, frame: frames.Probe, frontier: Frontier, digest: bytes) -> None:
-        components = tuple(
-            frames.ComponentState(part.name, part.n_layers, part.capacity, part.rows_min, part.rows_max, part.digest)
-            for part in frontier.components
-        )
-        self._answer(frames.Frontier(frame.key, frame.seq, frontier.position, digest, components))
 
     def _ended(self, actor: SessionActor) -> None:
         """An actor's slot is cleared: take its bytes back."""

@@ -27,7 +27,8 @@ from dgr.artifact.artifact import Artifact
 from dgr.artifact.slicing import write_slice
 from dgr.cli.children import python_module
 from dgr.core.route import LayerRange
-from dgr.engine.base import ContextParams, Work
+from dgr.core.values import ContextParams
+from dgr.engine.base import Work
 from dgr.engine.llama import LlamaEngine, estimate_memory
 from dgr.engine.vocab import LlamaVocabulary
 from dgr.errors import DgrError
@@ -35,7 +36,7 @@ from dgr.gguf.reader import MetaArray, MetaValue
 from dgr.testing.file_damage import DIRECTED, damaged_files, write_whole_files
 from dgr.v4 import metadata
 
-__all__ = ["DOORS", "Finding", "Report", "fuzz"]
+__all__ = ["DOORS", "FuzzFinding", "FuzzReport", "fuzz"]
 
 _CONTEXT = ContextParams(n_ctx=256)
 #: Seconds that one file may take; then the child is taken for hung.
@@ -45,7 +46,7 @@ _MAX_RESIDENT = 1 << 30
 
 
 @frozen
-class Finding:
+class FuzzFinding:
     """A case that neither loaded nor was refused as it should."""
 
     case: str
@@ -53,13 +54,13 @@ class Finding:
 
 
 @frozen
-class Report:
+class FuzzReport:
     """What became of all cases."""
 
     #: Doors passed, and doors that refused.
     loaded: int
     refused: int
-    findings: tuple[Finding, ...]
+    findings: tuple[FuzzFinding, ...]
 
 
 # --- where they are brought -------------------------------------------------------------------------------------------
@@ -138,13 +139,13 @@ def _child(base: Path, seed: int, n_cases: int, first: int, only: str | None) ->
         print(json.dumps(said), flush=True)
 
 
-def fuzz(seed: int, n_cases: int, *, only: str | None = None, unchecked: bool = False) -> Report:
+def fuzz(seed: int, n_cases: int, *, only: str | None = None, unchecked: bool = False) -> FuzzReport:
     """Run the directed cases and ``n_cases`` drawn ones, in children that are started again after one that ended.
 
     ``only``: the name of the one case to run. ``unchecked``: a mutant of dgr that hands files to native code as they are.
     """
     loaded = refused = 0
-    findings: list[Finding] = []
+    findings: list[FuzzFinding] = []
     with tempfile.TemporaryDirectory(prefix="dgr-fuzz-") as folder:
         environment = os.environ | {"DGR_CACHE_DIR": str(Path(folder) / "cache")}
         command = python_module("dgr.testing.file_fuzz", "--base", folder)
@@ -159,16 +160,16 @@ def fuzz(seed: int, n_cases: int, *, only: str | None = None, unchecked: bool = 
             lines = [msgspec.json.decode(line) for line in done.stdout.splitlines()]
             for (_, name), said in zip(lines[::2], lines[1::2], strict=False):
                 if isinstance(said, str):
-                    findings.append(Finding(name, said))
+                    findings.append(FuzzFinding(name, said))
                 else:
                     loaded, refused = loaded + said[0], refused + said[1]
             if len(lines) % 2 == 0:
                 if done.returncode:
-                    findings.append(Finding("the child", f"exit {done.returncode}: {done.stderr[-300:]}"))
+                    findings.append(FuzzFinding("the child", f"exit {done.returncode}: {done.stderr[-300:]}"))
                 break
             first, name = lines[-1][0] + 1, lines[-1][1]
-            findings.append(Finding(name, f"ended the process: {done.returncode}: {done.stderr[-300:]}"))
-    return Report(loaded, refused, tuple(findings))
+            findings.append(FuzzFinding(name, f"ended the process: {done.returncode}: {done.stderr[-300:]}"))
+    return FuzzReport(loaded, refused, tuple(findings))
 
 
 def _main() -> int:

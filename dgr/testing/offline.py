@@ -15,7 +15,7 @@ from typing import Any
 from dgr.client.pipeline import Pipeline, open_pipeline_on
 from dgr.cluster.local import LocalCluster, ShardPolicy, open_cluster
 from dgr.core.route import LayerRange, Route, StageRef, parse_split
-from dgr.engine.base import ContextParams
+from dgr.core.values import ContextParams
 from dgr.testing.engines.fake import FakeEngine, FakeModel, FakeVocabulary
 
 __all__ = ["Offline", "open_fake_pipeline"]

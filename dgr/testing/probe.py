@@ -14,7 +14,7 @@ from typing import Any
 
 from dgr.artifact.artifact import Artifact
 from dgr.core.route import LayerRange
-from dgr.engine.base import ContextParams
+from dgr.core.values import ContextParams
 from dgr.engine.llama import LlamaEngine
 from dgr.engine.native import Native
 from dgr.errors import InputError

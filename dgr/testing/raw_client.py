@@ -18,15 +18,15 @@ import trio.testing
 
 from dgr.core.prefix import PrefixDigest
 from dgr.core.route import Route, StageRef
+from dgr.core.values import Expectation, Key, LogitsWanted, SamplingParams
 from dgr.errors import DgrError, SessionLost
 from dgr.wire import Link, frames
-from dgr.wire.frames import Expectation, Key
 from dgr.wire.nurseries import open_nursery
 
 __all__ = ["GREEDY", "RawClient", "open_raw_client"]
 
 #: Draw the most likely token.
-GREEDY = frames.Sampling(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, -1, 0, 0, 0)
+GREEDY = SamplingParams(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, -1, 0, 0, 0)
 
 
 class RawClient:
@@ -140,8 +140,8 @@ class RawClient:
         before: Sequence[int] = (),
         *,
         epoch: int = 1,
-        logits: int = 1,
-        sampling: frames.Sampling | None = GREEDY,
+        logits: LogitsWanted = LogitsWanted.LAST,
+        sampling: SamplingParams | None = GREEDY,
         position: int | None = None,
     ) -> frames.Tokens:
         """Tokens that expect ``before`` to be committed, at another ``position`` where that is given."""

@@ -24,7 +24,7 @@ __all__ = [
     "ExpectedComponent",
     "StateMap",
     "StateTensor",
-    "expected_frontier",
+    "expected_state",
     "state_map",
 ]
 
@@ -236,7 +236,7 @@ class ExpectedComponent:
     positions: Sequence[int]
 
 
-def expected_frontier(
+def expected_state(
     hp: HyperParameters, layers: LayerRange, shape: ContextShape, n_tokens: int
 ) -> tuple[ExpectedComponent, ...]:
     """Every owned component after ``n_tokens`` committed tokens, positions ``0 .. n_tokens - 1``.

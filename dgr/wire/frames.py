@@ -16,28 +16,9 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
-from dgr.wire.values import (
-    COMPONENTS_MAX,
-    TOP_MAX,
-    U32,
-    U63,
-    Address,
-    ComponentState,
-    Context,
-    Digest,
-    Expectation,
-    Identity,
-    Key,
-    Miss,
-    Name,
-    Refusal,
-    Role,
-    RouteId,
-    Sampling,
-    Text,
-    TokenId,
-    TokenIds,
-)
+from dgr.core.scalars import TOP_MAX, U32, U63, Address, Digest, Name, RouteId, Text, TokenId, TokenIds
+from dgr.core.values import Expectation, Key, LogitsWanted, SamplingParams, StageIdentity, StateSummary, TopLogprob
+from dgr.wire.values import Miss, Refusal, Role
 
 __all__ = [
     "SCHEMA_HASH",
@@ -47,43 +28,37 @@ __all__ = [
     "Boundary",
     "CacheMiss",
     "Cancel",
-    "Cancelled",
     "Close",
     "Closed",
-    "ComponentState",
-    "Context",
     "Credit",
     "Denied",
-    "Expectation",
     "Fence",
     "Fenced",
     "Frame",
-    "Frontier",
     "Hello",
-    "Identity",
-    "Key",
     "Logits",
     "Miss",
     "Open",
     "Opened",
     "Ping",
     "Pong",
-    "Probe",
+    "QueryState",
     "Ready",
     "Refusal",
     "Refused",
     "Role",
-    "Sampling",
     "StaleEpoch",
+    "StateReport",
     "Token",
     "Tokens",
     "Welcome",
+    "WorkSkipped",
     "decode",
     "encode_message",
 ]
 
 #: Grows with every change of the union.
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 
 
 class _Message(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -128,8 +103,8 @@ class Cancel(_Message, frozen=True, tag=4):
     last_seq: U63
 
 
-class Probe(_Message, frozen=True, tag=5):
-    """Ask a stage for the frontier of a session."""
+class QueryState(_Message, frozen=True, tag=5):
+    """Ask a stage where a session stands."""
 
     key: Key
     seq: U63
@@ -142,8 +117,8 @@ class Tokens(_Message, frozen=True, tag=6):
     seq: U63
     expect: Expectation
     tokens: TokenIds
-    logits: Annotated[int, Meta(ge=0, le=2)]
-    sampling: Sampling | None
+    logits: LogitsWanted
+    sampling: SamplingParams | None
 
 
 # --- stage to stage --------------------------------------------------------------------------------------------------
@@ -156,8 +131,8 @@ class Boundary(_Message, frozen=True, tag=7):
     seq: U63
     expect: Expectation
     tokens: TokenIds
-    logits: Annotated[int, Meta(ge=0, le=2)]
-    sampling: Sampling | None
+    logits: LogitsWanted
+    sampling: SamplingParams | None
     payload: U63
 
 
@@ -218,7 +193,7 @@ class Token(_Message, frozen=True, tag=20):
     seq: U63
     position: U32
     token: TokenId
-    top: Annotated[tuple[tuple[TokenId, float], ...], Meta(max_length=TOP_MAX)] = ()
+    top: Annotated[tuple[TopLogprob, ...], Meta(max_length=TOP_MAX)] = ()
 
 
 class Logits(_Message, frozen=True, tag=21):
@@ -257,7 +232,7 @@ class Refused(_Message, frozen=True, tag=24):
     message: Text
 
 
-class Cancelled(_Message, frozen=True, tag=25):
+class WorkSkipped(_Message, frozen=True, tag=25):
     """A work frame was dropped before it started; the session stands at ``position``."""
 
     key: Key
@@ -265,14 +240,13 @@ class Cancelled(_Message, frozen=True, tag=25):
     position: U32
 
 
-class Frontier(_Message, frozen=True, tag=26):
-    """Answer to :class:`Probe`."""
+class StateReport(_Message, frozen=True, tag=26):
+    """Reply to :class:`QueryState`: where the session stands, and the digest of exactly the tokens that it holds."""
 
     key: Key
     seq: U63
-    position: U32
     digest: Digest
-    components: Annotated[tuple[ComponentState, ...], Meta(max_length=COMPONENTS_MAX)]
+    state: StateSummary
 
 
 # --- every link ------------------------------------------------------------------------------------------------------
@@ -287,14 +261,14 @@ class Hello(_Message, frozen=True, tag=32):
 
     role: Role
     name: Address
-    identity: Identity | None
+    identity: StageIdentity | None
     wants: Annotated[tuple[Name, ...], Meta(max_length=64)] = ()
 
 
 class Welcome(_Message, frozen=True, tag=33):
     """The answer to a Hello that fits; ``credit`` payload bytes may be sent before the first :class:`Credit`."""
 
-    identity: Identity
+    identity: StageIdentity
     credit: U63
 
 
@@ -331,7 +305,7 @@ Frame = (
     | Open
     | Close
     | Cancel
-    | Probe
+    | QueryState
     | Tokens
     | Boundary
     | AwaitReady
@@ -345,8 +319,8 @@ Frame = (
     | CacheMiss
     | StaleEpoch
     | Refused
-    | Cancelled
-    | Frontier
+    | WorkSkipped
+    | StateReport
     | Hello
     | Welcome
     | Denied

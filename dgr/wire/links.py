@@ -25,8 +25,9 @@ from contextlib import asynccontextmanager
 import trio
 from attrs import frozen
 
+from dgr.core.values import Key
 from dgr.errors import ClosedError, FrameError, LinkBroken, Overloaded
-from dgr.wire.frames import Boundary, Credit, Frame, Key, Logits, Ping, Pong
+from dgr.wire.frames import Boundary, Credit, Frame, Logits, Ping, Pong
 from dgr.wire.framing import Framer, Limits, Packet, Received, encode
 from dgr.wire.nurseries import open_nursery
 

@@ -368,7 +368,7 @@ async def test_a_case_that_hangs_is_an_outcome(autojump_clock: trio.abc.Clock) -
 
 async def test_a_program_that_ends_too_early_says_why() -> None:
     async with open_program("stage", "nowhere.gguf", "--layers", "0:7", "--listen", "127.0.0.1:0") as program:
-        with pytest.raises(ProgramEnded, match=r"dgr ended with 1 before its first line came: .*nowhere\.gguf"):
+        with pytest.raises(ProgramEnded, match=r"dgr ended with 2 before its first line came: .*nowhere\.gguf"):
             await program.first_line()
 
 

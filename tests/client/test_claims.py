@@ -6,21 +6,22 @@ import pytest
 
 from dgr.client.claims import check_work_reply
 from dgr.core.prefix import EMPTY_DIGEST
+from dgr.core.values import Expectation, Key, LogitsWanted, SamplingParams, TopLogprob
 from dgr.errors import WireError
 from dgr.wire import frames
 
 N_VOCAB = 50
-KEY = frames.Key(b"route-of-16-byte", 1, 1)
-SAMPLING = frames.Sampling(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, -1, 0, 0, 2)
-TOP = ((3, -0.5), (4, -1.5))
+KEY = Key(b"route-of-16-byte", 1, 1)
+SAMPLING = SamplingParams(0.0, 0, 1.0, 0.0, 1.0, 0.0, 0.0, -1, 0, 0, 2)
+TOP = (TopLogprob(3, -0.5), TopLogprob(4, -1.5))
 
 
-def work(logits: int, sampling: frames.Sampling | None = None) -> frames.Tokens:
+def work(logits: LogitsWanted, sampling: SamplingParams | None = None) -> frames.Tokens:
     """Three tokens at positions 5 to 7."""
-    return frames.Tokens(KEY, 9, frames.Expectation(5, EMPTY_DIGEST), (1, 2, 3), logits, sampling)
+    return frames.Tokens(KEY, 9, Expectation(5, EMPTY_DIGEST), (1, 2, 3), logits, sampling)
 
 
-DRAW, PLAIN, ROWS = work(1, SAMPLING), work(0), work(2)
+DRAW, PLAIN, ROWS = work(LogitsWanted.LAST, SAMPLING), work(LogitsWanted.NONE), work(LogitsWanted.ALL)
 RIGHT = [
     (DRAW, frames.Token(KEY, 9, 8, 7, TOP)),
     (PLAIN, frames.Advanced(KEY, 9, 8)),
@@ -40,8 +41,11 @@ FALSE = {
     "too few rows": (ROWS, frames.Logits(KEY, 9, 8, 2, 400)),
     "too few candidates": (DRAW, frames.Token(KEY, 9, 8, 7, TOP[:1])),
     "a candidate twice": (DRAW, frames.Token(KEY, 9, 8, 7, (TOP[0], TOP[0]))),
-    "a candidate outside the vocabulary": (DRAW, frames.Token(KEY, 9, 8, 7, (TOP[0], (N_VOCAB, -1.0)))),
-    "a candidate without a finite probability": (DRAW, frames.Token(KEY, 9, 8, 7, (TOP[0], (5, float("nan"))))),
+    "a candidate outside the vocabulary": (DRAW, frames.Token(KEY, 9, 8, 7, (TOP[0], TopLogprob(N_VOCAB, -1.0)))),
+    "a candidate without a finite probability": (
+        DRAW,
+        frames.Token(KEY, 9, 8, 7, (TOP[0], TopLogprob(5, float("nan")))),
+    ),
     "the reply to something else": (DRAW, frames.Opened(KEY, 9, 1)),
 }
 
@@ -64,7 +68,7 @@ def test_a_result_comes_from_the_tail_alone(request_: frames.Tokens, reply: fram
 
 
 def test_only_the_head_skips_work() -> None:
-    skipped = frames.Cancelled(KEY, 9, 5)
+    skipped = frames.WorkSkipped(KEY, 9, 5)
     check_work_reply(DRAW, skipped, is_head=True, is_tail=False, n_vocab=N_VOCAB)
     with pytest.raises(WireError, match="not the head"):
         check_work_reply(DRAW, skipped, is_head=False, is_tail=True, n_vocab=N_VOCAB)

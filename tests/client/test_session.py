@@ -17,7 +17,7 @@ from dgr.client.route_client import SessionLimits, Timeouts
 from dgr.client.session import ClientSession
 from dgr.core.prefix import PrefixDigest
 from dgr.core.state_machine import Machine
-from dgr.engine.base import SamplingParams
+from dgr.core.values import Expectation, Key, SamplingParams, StateSummary
 from dgr.errors import (
     ClosedError,
     ContextLimitExceeded,
@@ -68,8 +68,8 @@ class ScriptedRoute:
     broken: bool = False
     _waiting: dict[tuple[int, int], tuple[frames.Tokens, PendingReply]] = field(factory=dict)
 
-    def key(self, session: int) -> frames.Key:
-        return frames.Key(ROUTE_ID, self.epoch, session)
+    def key(self, session: int) -> Key:
+        return Key(ROUTE_ID, self.epoch, session)
 
     async def wait_live(self) -> None:
         await trio.lowlevel.checkpoint()
@@ -99,8 +99,8 @@ class ScriptedRoute:
 
     def _run(self, frame: frames.Tokens) -> frames.Frame:
         if frame.seq <= max(self.cancels, default=0):
-            return frames.Cancelled(frame.key, frame.seq, len(self.held))
-        if frame.expect != frames.Expectation(len(self.held), PrefixDigest(self.held).digest()):
+            return frames.WorkSkipped(frame.key, frame.seq, len(self.held))
+        if frame.expect != Expectation(len(self.held), PrefixDigest(self.held).digest()):
             return frames.CacheMiss(frame.key, frame.seq, frames.Miss.POSITION, len(self.held))
         self.held.extend(frame.tokens)
         if frame.sampling is not None:
@@ -116,7 +116,7 @@ class ScriptedRoute:
         _, reply = self._waiting.pop((session, seq), (None, PendingReply()))
         reply.set(error)
 
-    async def ask_all(self, frame: frames.Open | frames.Close | frames.Probe) -> list[tuple[str, frames.Frame]]:
+    async def ask_all(self, frame: frames.Open | frames.Close | frames.QueryState) -> list[tuple[str, frames.Frame]]:
         await trio.lowlevel.checkpoint()
         self.requests.append(frame)
         match frame:
@@ -126,9 +126,9 @@ class ScriptedRoute:
             case frames.Close():
                 self.held = []
                 reply = frames.Closed(frame.key, frame.seq, 1)
-            case frames.Probe():
+            case frames.QueryState():
                 digest = PrefixDigest(self.held).digest()
-                reply = frames.Frontier(frame.key, frame.seq, len(self.held), digest, ())
+                reply = frames.StateReport(frame.key, frame.seq, digest, StateSummary(len(self.held), ()))
         return [("head", reply)]
 
 

@@ -17,7 +17,8 @@ from dgr.client.pipeline import Pipeline
 from dgr.client.session import ClientSession
 from dgr.cluster.local import LocalCluster, ShardPolicy
 from dgr.core.route import Route, StageRef, parse_split
-from dgr.engine.base import ContextParams, ShardEngine
+from dgr.core.values import ContextParams
+from dgr.engine.base import ShardEngine
 from dgr.testing.probe import ProbedEngine
 
 
@@ -34,7 +35,9 @@ class Running:
         """The slot a session holds on a stage."""
         shard = self.cluster.shards[f"stage-{stage}"]
         (slot,) = [
-            lease.slot for lease in shard.ledger.leases if self._key(lease.owner) == self.pipeline.key(session.id)
+            lease.slot
+            for lease in shard.ledger.leases
+            if self._key(lease.owner) == self.pipeline._client.key(session.id)
         ]
         return slot
 

@@ -8,7 +8,8 @@ import pytest
 import trio
 
 import dgr
-from dgr.engine.base import ContextParams, Work
+from dgr.core.values import ContextParams
+from dgr.engine.base import Work
 from dgr.errors import (
     ArtifactError,
     ContextLimitExceeded,

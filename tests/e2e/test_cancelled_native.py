@@ -11,7 +11,7 @@ import trio
 from cancel_at import CancelAt
 
 import dgr
-from dgr.engine.base import ContextParams
+from dgr.core.values import ContextParams
 
 CONTEXT = ContextParams(n_ctx=256, n_batch=64, n_ubatch=32, n_seq_max=2)
 SPLIT = "0:2,2:4,4:7"

@@ -9,7 +9,7 @@ import trio
 
 import dgr
 from dgr.client.session import ClientSession
-from dgr.engine.base import ContextParams
+from dgr.core.values import ContextParams
 
 CONTEXT = ContextParams(n_ctx=512, n_batch=128, n_ubatch=128, n_seq_max=3)
 SPLIT = "0:2,2:4,4:7"
@@ -34,7 +34,7 @@ async def cancelled_prefill(running, session, prompt):
             while not session.in_flight:
                 await trio.lowlevel.checkpoint()
             scope.cancel()
-    await session.frontier()  # settles: what was in flight has drained
+    await session.state_summaries()  # settles: what was in flight has drained
 
 
 async def dropped_iterator(running, session, prompt):

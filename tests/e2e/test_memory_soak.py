@@ -14,7 +14,7 @@ import trio
 from attrs import frozen
 
 import dgr
-from dgr.engine.base import ContextParams
+from dgr.core.values import ContextParams
 
 CONTEXT = ContextParams(n_ctx=256, n_batch=64, n_ubatch=64, n_seq_max=3)
 SPLIT = "0:2,2:5"

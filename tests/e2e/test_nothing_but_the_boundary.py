@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 import trio
 from attrs import evolve, frozen
+from msgspec.structs import replace
 
 import dgr.cluster.local
-from dgr.engine.base import ContextParams
+from dgr.core.values import ContextParams, Expectation, Key
 from dgr.testing.engines.mutants import Mutant
 from dgr.wire import frames
 
@@ -181,13 +182,13 @@ def collecting(n_stages: int, pieces: set[bytes]):
 @pytest.mark.parametrize("type_k", ["f16", "f32"])
 async def test_no_row_of_any_cache_occurs(small, prompt, open_stages, taps, type_k):
     pieces: set[bytes] = set()
-    context = evolve(CONTEXT, type_k=type_k)
+    context = replace(CONTEXT, type_k=type_k)
     async with (
         open_stages(small, SPLIT, context, chunk=64, mutate=collecting(3, pieces)) as running,
         running.pipeline.session() as session,
     ):
         await converse(session, prompt)
-        await session.frontier()
+        await session.state_summaries()
     assert len(pieces) > 10_000
     recording = everything(taps)
     assert len(recording) > 500_000
@@ -249,8 +250,8 @@ async def test_a_row_behind_the_boundary_cannot_be_sent(small, prompt, open_stag
 
 
 def test_a_frame_that_grew_is_found():
-    key = frames.Key(bytes(16), 1, 1)
-    boundary = frames.Boundary(key, 1, frames.Expectation(0, bytes(16)), (1, 2), 0, None, payload=2048)
+    key = Key(bytes(16), 1, 1)
+    boundary = frames.Boundary(key, 1, Expectation(0, bytes(16)), (1, 2), 0, None, payload=2048)
     assert wrong_sizes([Crossing(boundary, 80, bytes(2048))], 256) == []
     assert wrong_sizes([Crossing(boundary, 80, bytes(2048 + 64))], 256) != []
     assert wrong_sizes([Crossing(boundary, 256 + 5 * 2 + 1, bytes(2048))], 256) != []

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import trio
-from attrs import evolve
+from msgspec.structs import replace
 
 import dgr
-from dgr.engine.base import ContextParams, SamplingParams
+from dgr.core.values import ContextParams, SamplingParams
 from dgr.selftest.llama_chain import open_chain
 from dgr.testing.engines.mutants import Mutant, StaleRow, SwappedSideband
 
@@ -16,7 +16,7 @@ SPLIT = "0:15,15:29,29:43"
 
 
 def by_hand(path, prompt, decoded):
-    with open_chain(path, None, evolve(CONTEXT, n_seq_max=1)) as chain:
+    with open_chain(path, None, replace(CONTEXT, n_seq_max=1)) as chain:
         rows = chain.feed(prompt, chunk=512)
         first, _ = chain.engines[-1].sample(rows, (), SamplingParams())
         drawn, more = chain.decode(first, len(prompt), decoded)

@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from attrs import evolve
+from msgspec.structs import replace
 
 from dgr.core.route import LayerRange
-from dgr.engine.base import ContextParams, LogitsWanted, Numerics, Work
+from dgr.core.values import ContextParams, LogitsWanted, Numerics
+from dgr.engine.base import Work
 from dgr.engine.llama import LlamaEngine
 from dgr.engine.numerics import Certificate, record_certificate
 from dgr.errors import (
@@ -105,13 +106,13 @@ def test_exact_refuses_types_that_are_not_exact_here(model, exact_here, tmp_path
     with pytest.raises(NumericsRefused, match="types bf16 are not exact on this machine; exact are f32, q8_0"):
         LlamaEngine(path, None, CONTEXT)
     with pytest.raises(NumericsRefused, match="type f32 is not exact on this machine; exact are f16"):
-        LlamaEngine(of_f32, None, evolve(CONTEXT, type_k="f32"))
+        LlamaEngine(of_f32, None, replace(CONTEXT, type_k="f32"))
     record_certificate(Certificate(exact_here.fingerprint, ("f32", "q8_0"), ("f16",)))
     with pytest.raises(NumericsRefused, match="bf16, mxfp4 have not been tested on this machine; exact are f32, q8_0"):
         LlamaEngine(path, None, CONTEXT)
     with pytest.raises(NumericsRefused, match="type f32 has not been tested on this machine; exact are f16"):
-        LlamaEngine(of_f32, None, evolve(CONTEXT, type_k="f32"))
-    LlamaEngine(path, None, evolve(CONTEXT, numerics=Numerics.NATIVE)).stop()
+        LlamaEngine(of_f32, None, replace(CONTEXT, type_k="f32"))
+    LlamaEngine(path, None, replace(CONTEXT, numerics=Numerics.NATIVE)).stop()
     LlamaEngine(of_f32, None, CONTEXT).stop()
 
 
@@ -140,7 +141,7 @@ def test_a_record_of_other_kernels_does_not_count(small, exact_here, tmp_path, m
 )
 def test_context_parameters_out_of_range(small, name, value):
     with pytest.raises(InputError, match=rf"{name} is {value}\b.*\d"):
-        LlamaEngine(small, None, evolve(CONTEXT, **{name: value}))
+        LlamaEngine(small, None, replace(CONTEXT, **{name: value}))
 
 
 @pytest.mark.parametrize("threads", [0, -1, 1000, 2**20])
@@ -228,7 +229,7 @@ def test_a_residual_of_another_size(tail: ProbedEngine, residual: bytes | None, 
 
 @pytest.mark.parametrize("slot", [-1, 3, 2**40])
 def test_a_slot_that_is_none(head: ProbedEngine, slot: int):
-    for call in (head.position, head.close, head.frontier):
+    for call in (head.position, head.close, head.state_summary):
         with pytest.raises(InputError, match=rf"slot is {slot}, must be in 0..2"):
             call(slot)
 

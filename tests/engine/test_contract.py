@@ -5,16 +5,17 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from attrs import evolve
+from msgspec.structs import replace
 
 from dgr.core.route import LayerRange
-from dgr.engine.base import ContextParams, Numerics, ShardEngine
+from dgr.core.values import ContextParams, Numerics
+from dgr.engine.base import ShardEngine
 from dgr.engine.llama import LlamaEngine
 from dgr.testing.engines.contract import EngineContract
 
 
 class TestExact(EngineContract):
-    context = evolve(EngineContract.context, n_ctx=256)
+    context = replace(EngineContract.context, n_ctx=256)
 
     @pytest.fixture(autouse=True)
     def _model(self, small: Path) -> None:
@@ -25,4 +26,4 @@ class TestExact(EngineContract):
 
 
 class TestNative(TestExact):
-    context = evolve(TestExact.context, numerics=Numerics.NATIVE)
+    context = replace(TestExact.context, numerics=Numerics.NATIVE)

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from dgr.engine.base import ContextParams, LogitsWanted, SamplingParams, Work
+from dgr.core.values import ContextParams, LogitsWanted, SamplingParams
+from dgr.engine.base import Work
 from dgr.engine.llama import LlamaEngine
 from dgr.selftest.chain import some_tokens
 from dgr.selftest.fixture import cached_fixture

@@ -12,10 +12,11 @@ from functools import lru_cache, partial
 from pathlib import Path
 
 import pytest
-from attrs import evolve, frozen
+from attrs import frozen
+from msgspec.structs import replace
 
 from dgr.core.route import LayerRange
-from dgr.engine.base import ContextParams, Numerics, SamplingParams
+from dgr.core.values import ContextParams, Numerics, SamplingParams
 from dgr.engine.llama import LlamaEngine
 from dgr.engine.native import kernel_fingerprint
 from dgr.selftest.chain import Chain, cut_at
@@ -147,7 +148,7 @@ def test_43_stages_of_one_layer(tiny, prompt, whole):
 def test_some_chunks_and_types(model, prompt, whole, parallel):
     cases = [*itertools.product(("mixed", "q4_k"), ("f16", "f32")), ("f32", "q8_0")]
     paths = {weights: model(weights, layers=7) for weights, _ in cases}
-    contexts = {type_k: evolve(CONTEXT, type_k=type_k) for _, type_k in cases}
+    contexts = {type_k: replace(CONTEXT, type_k=type_k) for _, type_k in cases}
     jobs = [
         partial(run_split, paths[weights], prompt(200), cuts, chunk, contexts[type_k], layers=7, decoded=8)
         for weights, type_k in cases
@@ -162,7 +163,7 @@ def test_some_chunks_and_types(model, prompt, whole, parallel):
 @pytest.mark.parametrize("type_k", ["f16", "f32"])
 @pytest.mark.parametrize("weights", ["f32", "mixed", "q4_k"])
 def test_every_chunking_with_every_type(model, prompt, whole, parallel, weights, type_k):
-    path, context = model(weights), evolve(CONTEXT, type_k=type_k)
+    path, context = model(weights), replace(CONTEXT, type_k=type_k)
     reference = whole(path, context)
     chunks = (1, 5, 64, 512)
     found = parallel([partial(run_split, path, prompt(PROMPT), THREE_CUTS, chunk, context) for chunk in chunks])
@@ -190,7 +191,7 @@ def test_two_threads(model, prompt, whole, two_cpus, weights):
 def test_batch_companions(small, prompt, cuts):
     tokens = prompt(300)
     reference = run_split(small, tokens, (), 512, layers=7, decoded=0)
-    with open_chain(small, cut_at(7, cuts), evolve(CONTEXT, n_seq_max=4)) as chain:
+    with open_chain(small, cut_at(7, cuts), replace(CONTEXT, n_seq_max=4)) as chain:
         assert_same(Rows(reference.tokens, beside_others(chain, tokens)), reference)
 
 
@@ -199,7 +200,7 @@ def test_batch_companions(small, prompt, cuts):
 def test_batch_companions_of_the_whole_depth(model, prompt, weights):
     path, tokens = model(weights), prompt(350)
     reference = run_split(path, tokens, (), 512, decoded=0)
-    with open_chain(path, cut_at(43, THREE_CUTS), evolve(CONTEXT, n_seq_max=4)) as chain:
+    with open_chain(path, cut_at(43, THREE_CUTS), replace(CONTEXT, n_seq_max=4)) as chain:
         assert_same(Rows(reference.tokens, beside_others(chain, tokens)), reference)
 
 
@@ -228,7 +229,7 @@ def test_a_mapped_file_is_like_a_read_one(small, prompt, short):
 
 def test_without_flash_attention(small, prompt):
     """Other numbers, but steady ones: what ``--flash-attn off`` gives in exact numerics."""
-    context = evolve(CONTEXT, flash_attn=False, type_k="f32")
+    context = replace(CONTEXT, flash_attn=False, type_k="f32")
     found = [
         run_split(small, prompt(150), cuts, chunk, context, layers=7, decoded=4)
         for cuts, chunk in (((), 150), ((2, 4), 7))
@@ -238,7 +239,7 @@ def test_without_flash_attention(small, prompt):
 
 # --- native numerics: equal chunks only -------------------------------------------------------------------------------
 
-NATIVE = evolve(CONTEXT, numerics=Numerics.NATIVE)
+NATIVE = replace(CONTEXT, numerics=Numerics.NATIVE)
 
 
 @pytest.mark.parametrize("chunk", [5, 512])

@@ -11,9 +11,10 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from attrs import evolve
+from msgspec.structs import replace
 
-from dgr.engine.base import ContextParams, LogitsWanted, Work
+from dgr.core.values import ContextParams, LogitsWanted
+from dgr.engine.base import Work
 from dgr.errors import InputError
 from dgr.selftest.chain import Chain
 from dgr.testing.probe import ProbedEngine
@@ -108,11 +109,11 @@ def test_interleaved_sessions_stand_where_lone_ones_stand(engine, small, prompt)
                 at[slot] += size
         for output in engine.run(batch) if batch else ():
             rows[output.slot] += bytes(output.logits or b"")
-    alone = ProbedEngine(small, None, evolve(CONTEXT, n_seq_max=1))
+    alone = ProbedEngine(small, None, replace(CONTEXT, n_seq_max=1))
     try:
         for slot, text in enumerate(texts):
             assert Chain([alone]).feed(text, chunk=280) == rows[slot]
-            assert alone.frontier(0) == engine.frontier(slot)
+            assert alone.state_summary(0) == engine.state_summary(slot)
             assert alone.raw_positions(0) == engine.raw_positions(slot)
             alone.close(0)
     finally:
@@ -164,7 +165,7 @@ def test_a_random_life_of_many_sessions(engine, prompt):
 def test_200_rounds_in_one_slot_leak_nothing(model, prompt):
     """Many times the context in tokens: no cell is lost, freed slots are empty, the last session is as the first."""
     lengths = (3, 64, 1, 129, 5, 17, 2, 33)
-    engine = ProbedEngine(model("f32", layers=5), None, evolve(CONTEXT, n_ctx=256, n_seq_max=2))
+    engine = ProbedEngine(model("f32", layers=5), None, replace(CONTEXT, n_ctx=256, n_seq_max=2))
     try:
         total, first = 0, {}
         engine.run([Work(0, 0, prompt(100, seed=2))])
@@ -173,7 +174,7 @@ def test_200_rounds_in_one_slot_leak_nothing(model, prompt):
             length = lengths[round_ % len(lengths)]
             output = engine.run([Work(1, 0, prompt(length), logits=LogitsWanted.LAST)])[0]
             total += length
-            frontier = engine.frontier(1)
+            frontier = engine.state_summary(1)
             assert first.setdefault(length, (bytes(output.logits or b""), frontier)) == (output.logits, frontier)
             engine.close(1)
             assert is_empty(engine, 1)

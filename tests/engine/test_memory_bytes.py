@@ -10,7 +10,7 @@ from attrs import evolve
 
 from dgr.artifact.artifact import Artifact
 from dgr.core.route import LayerRange
-from dgr.engine.base import ContextParams
+from dgr.core.values import ContextParams
 from dgr.engine.llama import LlamaEngine, estimate_memory
 from dgr.selftest.chain import cut_at
 from dgr.selftest.fixture import write_fixture

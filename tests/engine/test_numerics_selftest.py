@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 from attrs import evolve
+from msgspec.structs import replace
 
 from dgr.cli import main
-from dgr.engine.base import Numerics
+from dgr.core.values import Numerics
 from dgr.engine.native import kernel_fingerprint
 from dgr.engine.numerics import Certificate, load_certificate, record_certificate
 from dgr.errors import InputError, NonFinite
@@ -109,7 +110,7 @@ def test_threads_are_not_tested_on_one_cpu(exact: Report):
 
 def test_a_type_that_could_not_be_run_keeps_its_old_verdict(monkeypatch: pytest.MonkeyPatch):
     """Want of disk, memory or rights says nothing about kernels."""
-    monkeypatch.setattr(invariance, "_CONTEXT", evolve(invariance._CONTEXT, n_batch=100, n_ubatch=100))
+    monkeypatch.setattr(invariance, "_CONTEXT", replace(invariance._CONTEXT, n_batch=100, n_ubatch=100))
     report = run_suite(["bf16"])
     (verdict,) = report.verdicts
     assert (verdict.exact, verdict.is_known, verdict.differences) == (False, False, ())

@@ -12,7 +12,7 @@ from dgr.artifact.slicing import write_slice
 from dgr.cli import main
 from dgr.cluster.route_file import format_route_file, read_route_file
 from dgr.core.route import LayerRange
-from dgr.engine.base import ContextParams
+from dgr.core.values import ContextParams
 from dgr.engine.llama import estimate_memory
 from dgr.selftest.fixture import write_fixture
 

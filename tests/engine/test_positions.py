@@ -11,15 +11,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
-from attrs import evolve
+from msgspec.structs import replace
 
 from dgr.artifact.artifact import Artifact
-from dgr.engine.base import ContextParams
+from dgr.core.values import ContextParams
 from dgr.selftest.chain import Chain
 from dgr.selftest.llama_chain import open_chain
 from dgr.testing.probe import ProbedEngine
 from dgr.v4.hyper_parameters import CSA_RATIO, HCA_RATIO
-from dgr.v4.state_map import Component, ExpectedComponent, expected_frontier
+from dgr.v4.state_map import Component, ExpectedComponent, expected_state
 
 POSITIONS = (1, 3, 4, 5, 7, 8, 9, 127, 128, 129, 255, 256, 257, 511, 512, 513)
 #: The smallest ring of raw K, 256 cells: it wraps twice within the positions above.
@@ -88,7 +88,7 @@ def wrong_rows(stage: ProbedEngine, expected: Sequence[ExpectedComponent], noted
 
 def wrong_frontier(stage: ProbedEngine, expected: Sequence[ExpectedComponent], n_tokens: int) -> list[str]:
     """How the stage's own account of itself differs."""
-    frontier = stage.frontier(0)
+    frontier = stage.state_summary(0)
     found = [(part.name, part.capacity, part.rows_min, part.rows_max) for part in frontier.components]
     wanted = [(part.component.value, part.capacity, part.rows, part.rows) for part in expected]
     wrong = [] if frontier.position == stage.position(0) == n_tokens else [f"position {frontier.position}"]
@@ -96,7 +96,7 @@ def wrong_frontier(stage: ProbedEngine, expected: Sequence[ExpectedComponent], n
 
 
 def expected_of(stage: ProbedEngine, artifact: Artifact, n_tokens: int) -> tuple[ExpectedComponent, ...]:
-    return expected_frontier(artifact.hp, stage.map.layers, stage.map.shape, n_tokens)
+    return expected_state(artifact.hp, stage.map.layers, stage.map.shape, n_tokens)
 
 
 def assert_as_mapped(chain: Chain, artifact: Artifact, n_tokens: int, noted: Rows) -> None:
@@ -144,7 +144,7 @@ def test_as_a_session_grows(small, prompt, noted):
 @pytest.mark.parametrize("n_ubatch", [128, 512])
 def test_of_the_whole_depth(tiny, prompt, n_ubatch):
     """43 layers in three stages; with n_ubatch 512 the ring of raw K is longer than the prompts."""
-    artifact, context = Artifact.open(tiny), evolve(CONTEXT, n_ubatch=n_ubatch)
+    artifact, context = Artifact.open(tiny), replace(CONTEXT, n_ubatch=n_ubatch)
     with (
         open_chain(tiny, None, context, engine=ProbedEngine) as one,
         open_chain(tiny, "0:15,15:29,29:43", context, engine=ProbedEngine) as chain,
@@ -159,7 +159,7 @@ def test_of_the_whole_depth(tiny, prompt, n_ubatch):
 
 @pytest.mark.parametrize("type_k", ["f32", "q8_0"])
 def test_other_k_types(small, prompt, type_k):
-    artifact, context = Artifact.open(small), evolve(CONTEXT, type_k=type_k)
+    artifact, context = Artifact.open(small), replace(CONTEXT, type_k=type_k)
     with open_chain(small, None, context, engine=ProbedEngine) as chain:
         noted = note_rows(chain, prompt(129))
         chain.close()
@@ -174,19 +174,19 @@ def test_digests_follow_the_rows(small, prompt):
     with open_chain(small, None, CONTEXT, engine=ProbedEngine) as chain:
         (stage,) = stages(chain)
         chain.feed(prompt(300), chunk=1)
-        frontier = stage.frontier(0)
+        frontier = stage.state_summary(0)
         chain.close()
         chain.feed(prompt(300), chunk=77)
-        assert stage.frontier(0) == frontier
+        assert stage.state_summary(0) == frontier
         before = {part.name: part.digest for part in frontier.components}
         for component, layer in stage.owned():
             row = stage.raw_positions().index(299) if component is Component.RAW_SWA else 0
             good = stage.rows(component, layer, begin=row, count=1)[0]
             stage.poke(component, layer, row, good[:-1] + bytes([good[-1] ^ 1]))
-            after = {part.name: part.digest for part in stage.frontier(0).components}
+            after = {part.name: part.digest for part in stage.state_summary(0).components}
             assert {name for name in before if before[name] != after[name]} == {component.value}
             stage.poke(component, layer, row, good)
-        assert stage.frontier(0) == frontier
+        assert stage.state_summary(0) == frontier
 
 
 # --- the proof can fail -----------------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ READ_AHEAD = 24 * MIB
 
 STAGE = """
 import json, os, sys
-from dgr.engine.base import ContextParams, Work
+from dgr.engine.base import Work
 from dgr.engine.llama import LlamaEngine
 from dgr.engine.native import kernel_fingerprint
 from dgr.artifact import digests

@@ -18,7 +18,8 @@ from dgr.artifact.manifest import encode_manifest
 from dgr.artifact.parts import part_name
 from dgr.artifact.slicing import write_slice
 from dgr.core.route import LayerRange, parse_split
-from dgr.engine.base import ContextParams, LogitsWanted, Output, Work
+from dgr.core.values import ContextParams, LogitsWanted
+from dgr.engine.base import Output, Work
 from dgr.engine.llama import LlamaEngine, estimate_memory
 from dgr.engine.vocab import LlamaVocabulary
 from dgr.errors import ArtifactError
@@ -209,5 +210,5 @@ def test_the_stage_command_takes_a_slice(slices, whole):
     refused = subprocess.run(
         [*command[:6], "15:30", *command[7:]], stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60
     )
-    assert refused.returncode == 1
+    assert refused.returncode == 2
     assert "this slice holds layers 15:29 of the model, not all of 15:30" in refused.stderr

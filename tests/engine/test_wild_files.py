@@ -11,7 +11,7 @@ import pytest
 
 from dgr.artifact.artifact import Artifact
 from dgr.core.route import LayerRange
-from dgr.engine.base import ContextParams
+from dgr.core.values import ContextParams
 from dgr.engine.llama import LlamaEngine
 from dgr.errors import ArtifactError, InvalidLayerRange, UnsupportedModel
 from dgr.gguf.reader import MetaArray, MetaValue, ValueType, read_gguf

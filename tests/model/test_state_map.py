@@ -17,7 +17,7 @@ from dgr.core.route import LayerRange
 from dgr.errors import InputError, InvalidLayerRange
 from dgr.gguf.types import GgmlType
 from dgr.v4.hyper_parameters import V4_FLASH
-from dgr.v4.state_map import Component, ContextShape, expected_frontier, state_map
+from dgr.v4.state_map import Component, ContextShape, expected_state, state_map
 
 MIB = 1 << 20
 WHOLE = LayerRange(0, 43)
@@ -216,7 +216,7 @@ def simulate(n_tokens: int, raw_rows: int) -> dict[str, list[int]]:
 @pytest.mark.parametrize("n_tokens", POSITIONS)
 def test_frontier_is_what_a_simulation_leaves(n_tokens: int) -> None:
     shape = ContextShape(1024, 512)
-    frontier = expected_frontier(V4_FLASH, WHOLE, shape, n_tokens)
+    frontier = expected_state(V4_FLASH, WHOLE, shape, n_tokens)
     held = simulate(n_tokens, 768)
     assert [part.component for part in frontier] == list(Component)
     for part in frontier:
@@ -226,15 +226,15 @@ def test_frontier_is_what_a_simulation_leaves(n_tokens: int) -> None:
 
 
 def test_ring_rows_are_listed_by_row() -> None:
-    ring = {part.component: part for part in expected_frontier(V4_FLASH, WHOLE, ContextShape(256), 13)}
+    ring = {part.component: part for part in expected_state(V4_FLASH, WHOLE, ContextShape(256), 13)}
     assert list(ring[Component.CSA_RING].positions) == [8, 9, 10, 11, 12, 5, 6, 7]
     assert list(ring[Component.HCA_RING].positions) == list(range(13))
 
 
 def test_frontier_covers_owned_components_and_the_context_only() -> None:
     shape = ContextShape(300)
-    assert [part.component.value for part in expected_frontier(V4_FLASH, LayerRange(0, 2), shape, 5)] == ["raw_swa"]
-    assert expected_frontier(V4_FLASH, WHOLE, shape, 512)[1].rows == 128
+    assert [part.component.value for part in expected_state(V4_FLASH, LayerRange(0, 2), shape, 5)] == ["raw_swa"]
+    assert expected_state(V4_FLASH, WHOLE, shape, 512)[1].rows == 128
     for bad in (-1, 513):
         with pytest.raises(InputError, match="it holds 0 to 512"):
-            expected_frontier(V4_FLASH, WHOLE, shape, bad)
+            expected_state(V4_FLASH, WHOLE, shape, bad)

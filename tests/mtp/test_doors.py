@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from attrs import evolve
+from msgspec.structs import replace
 
 import dgr
 from dgr.artifact.artifact import Artifact
@@ -21,12 +21,12 @@ from dgr.cluster.remote import LinkPolicy, RemoteConnector, StageServer
 from dgr.cluster.route_file import read_route_file
 from dgr.core.mtp import CONTRACT, asks_for_mtp, refuse_capabilities, refuse_value
 from dgr.core.route import LayerRange, Route, StageRef
-from dgr.engine.base import EngineDescription
+from dgr.core.values import StageIdentity
 from dgr.engine.llama import LlamaEngine, estimate_memory
 from dgr.errors import ArtifactError, DgrError, InputError, InvalidRoute, MtpNotExecutable, PeerRefused
 from dgr.gguf.reader import MetaValue, ValueType
 from dgr.gguf.writer import u32
-from dgr.protocol.identity import check_alike, check_wants, identity_of
+from dgr.protocol.identity import check_alike, check_wants
 from dgr.selftest.fixture import edit_gguf, write_fixture
 from dgr.stage.shard import open_shard
 from dgr.testing.engines.fake import FakeEngine
@@ -179,23 +179,23 @@ def test_an_argument_is_refused_from_asyncio_too(tmp_path: Path) -> None:
 # --- handshakes ------------------------------------------------------------------------------------------------------
 
 
-def stage(**changes: Any) -> EngineDescription:
-    return evolve(FakeEngine(LayerRange(0, 3)).describe(), **changes)
+def stage(**changes: Any) -> StageIdentity:
+    return replace(FakeEngine(LayerRange(0, 3)).describe(), **changes)
 
 
 @pytest.mark.parametrize("name", ["mtp", "MTP", "mtp-contract/1", "mtp-contract/2", "nextn", "draft", "speculative/3"])
 def test_a_wanted_capability_is_refused_by_every_name(name: str) -> None:
     for offered in ({"decode": "executable", "mtp": "reserved"}, {"decode": "executable", name: "executable"}):
-        identity = identity_of(stage(capabilities=offered))
+        identity = stage(capabilities=offered)
         refuses(lambda identity=identity: check_wants(("decode", name), identity), repr(name), "(executable: ")
 
 
 def test_an_unknown_future_capability_is_refused() -> None:
     with pytest.raises(InvalidRoute, match=re.escape(CONTRACT)) as caught:
-        check_wants(("telepathy",), identity_of(stage()))
+        check_wants(("telepathy",), stage())
     assert "capability 'telepathy' is unknown" in str(caught.value)
-    check_wants(("decode",), identity_of(stage()))
-    check_wants((), identity_of(stage()))
+    check_wants(("decode",), stage())
+    check_wants((), stage())
 
 
 @pytest.mark.parametrize(
@@ -204,16 +204,16 @@ def test_an_unknown_future_capability_is_refused() -> None:
     ids=str,
 )
 def test_a_stage_that_offers_it_is_refused(capabilities: dict[str, str]) -> None:
-    ours = identity_of(stage())
-    theirs = identity_of(stage(capabilities={"decode": "executable", **capabilities}))
+    ours = stage()
+    theirs = stage(capabilities={"decode": "executable", **capabilities})
     refuses(lambda: check_alike("stage x", theirs, ours), "stage x")
     refuses(lambda: refuse_capabilities(capabilities, "a stage"))
     check_alike("stage x", ours, ours)
 
 
 class OffersMtp(FakeEngine):
-    def describe(self) -> EngineDescription:
-        return evolve(super().describe(), capabilities={"decode": "executable", "mtp": "executable"})
+    def describe(self) -> StageIdentity:
+        return replace(super().describe(), capabilities={"decode": "executable", "mtp": "executable"})
 
 
 async def test_nothing_routes_a_stage_that_offers_it() -> None:

@@ -12,10 +12,10 @@ from dgr.core.state_machine import InvalidTransition
 from dgr.errors import InputError, MtpNotExecutable
 from dgr.selftest.fixture import write_fixture
 from dgr.testing.mtp_contract.gate import CHECKS, ExamFailed, LlamaExecutor, ReferenceExecutor
-from dgr.testing.mtp_contract.messages import Proposal, Reason, Rollback, RolledBack, Work
+from dgr.testing.mtp_contract.messages import MtpWork, Proposal, Reason, Rollback, RolledBack
 from dgr.testing.mtp_contract.reference import ReferenceDrafter, ReferenceLayer
 from dgr.testing.mtp_contract.rollback import CompressorRing, RollbackLedger
-from dgr.testing.mtp_contract.route import ClientState, ReferenceRoute
+from dgr.testing.mtp_contract.route import MtpClientState, ReferenceRoute
 from dgr.testing.mtp_contract.shard import Answer, ReferenceShard, Taken
 from dgr.testing.mtp_contract.states import TrunkState
 
@@ -180,7 +180,7 @@ class SkipsARollback(ReferenceShard):
 class TakesOldEpochs(ReferenceShard):
     """Looks at the session before the epoch."""
 
-    def _refusal(self, message: Work | Rollback) -> Reason | None:
+    def _refusal(self, message: MtpWork | Rollback) -> Reason | None:
         if message.key.epoch != self.epoch and message.key.session not in self.held:
             self.open(message.key.session)
         reason = super()._refusal(message)
@@ -190,7 +190,7 @@ class TakesOldEpochs(ReferenceShard):
 class AcceptsOneMore(ReferenceShard):
     """Takes the first wrong candidate for right."""
 
-    def _verify(self, drafter: ReferenceDrafter, work: Work, rows: Sequence[bytes]) -> Proposal:
+    def _verify(self, drafter: ReferenceDrafter, work: MtpWork, rows: Sequence[bytes]) -> Proposal:
         found = super()._verify(drafter, work, rows)
         if found.accepted == work.candidates:
             return found
@@ -200,7 +200,7 @@ class AcceptsOneMore(ReferenceShard):
 class CancelForgets(ReferenceRoute):
     """After a cancel the candidates stay where they are."""
 
-    def _send_rollback(self, client: ClientState, at: int, to: int, tokens: Sequence[int]) -> None:
+    def _send_rollback(self, client: MtpClientState, at: int, to: int, tokens: Sequence[int]) -> None:
         if client.unclaimed is None:
             super()._send_rollback(client, at, to, tokens)
 
@@ -208,7 +208,7 @@ class CancelForgets(ReferenceRoute):
 class CancelKeepsTheDraw(ReferenceRoute):
     """After a cancel the token drawn behind the accepted candidates is taken for the one behind the certain tokens."""
 
-    def _on_proposal(self, client: ClientState, answer: Proposal) -> None:
+    def _on_proposal(self, client: MtpClientState, answer: Proposal) -> None:
         super()._on_proposal(client, answer)
         if client.unclaimed is not None:
             client.unclaimed = answer.token
@@ -217,7 +217,7 @@ class CancelKeepsTheDraw(ReferenceRoute):
 class GuessesSurvive(ReferenceRoute):
     """A lost session keeps the guesses of its former life, and takes them for certain."""
 
-    def _lose(self, client: ClientState) -> None:
+    def _lose(self, client: MtpClientState) -> None:
         guesses = client.drafts
         super()._lose(client)
         client.transcript += guesses

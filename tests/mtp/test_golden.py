@@ -19,11 +19,11 @@ from dgr.testing.mtp_contract.messages import (
     ID_BYTES,
     DraftInput,
     DraftOutput,
+    MtpRefused,
+    MtpWork,
     Proposal,
     Reason,
-    Refused,
     Rollback,
-    Work,
     decode_message,
     encode_message,
 )
@@ -87,9 +87,9 @@ def test_the_messages_of_an_episode_are_bounded_and_carry_no_state(name: str) ->
     ]
     for sender, receiver, frame in listed:
         message = decode_message(frame)
-        ids = len(message.tokens) if isinstance(message, Work) else len(getattr(message, "drafts", ()))
+        ids = len(message.tokens) if isinstance(message, MtpWork) else len(getattr(message, "drafts", ()))
         assert len(frame) <= HEADER_BYTES + ID_BYTES * ids
-        if not isinstance(message, Work):
+        if not isinstance(message, MtpWork):
             assert not hasattr(message, "payload")
         elif receiver == "0":
             assert message.payload == 0
@@ -108,7 +108,7 @@ class Arrivals:
         sent = frames(step)
         self._waiting += [(int(receiver), frame) for _, receiver, frame in sent if receiver != "pipeline"]
         answers = [decode_message(frame) for _, receiver, frame in sent if receiver == "pipeline"]
-        dropped = {one.seq for one in answers if isinstance(one, Refused) and one.reason is Reason.CANCELLED}
+        dropped = {one.seq for one in answers if isinstance(one, MtpRefused) and one.reason is Reason.CANCELLED}
         staying = []
         for at, frame in self._waiting:
             seq = decode_message(frame).seq
@@ -122,7 +122,7 @@ class Arrivals:
 def opens(frame: bytes, epoch: int, session: int) -> bool:
     """Whether the pipeline opens the session before this message: work from position 0."""
     message = decode_message(frame)
-    return isinstance(message, Work) and message.expect.position == 0 and message.key.epoch == epoch
+    return isinstance(message, MtpWork) and message.expect.position == 0 and message.key.epoch == epoch
 
 
 def _reference_stages(opening: dict[str, Any], layers: list[str], epoch: int, eos: int) -> list[ReferenceShard]:
@@ -155,7 +155,7 @@ def test_the_interpreters_stages_replay_an_episode(name: str) -> None:
         said = [(tail, "pipeline", encode_message(one)) for one in thought(-1)]  # of what it was thinking about
         for at, frame in arrivals.of(step, len(stages)):
             message = decode_message(frame)
-            assert isinstance(message, Work | Rollback)
+            assert isinstance(message, MtpWork | Rollback)
             if at == 0 and opens(frame, stages[0].epoch, session):
                 for stage in stages:
                     stage.close(session)
@@ -202,7 +202,7 @@ def test_another_implementation_replays_an_episode(name: str) -> None:
         answers = [
             (sender, decode_message(frame)) for sender, receiver, frame in frames(step) if receiver == "pipeline"
         ]
-        refused = {(int(sender), one.seq): int(one.reason) for sender, one in answers if isinstance(one, Refused)}
+        refused = {(int(sender), one.seq): int(one.reason) for sender, one in answers if isinstance(one, MtpRefused)}
         for at, frame in arrivals.of(step, len(stages)):
             if at == 0 and opens(frame, stages[0].epoch, session):
                 for stage in stages:

@@ -16,9 +16,9 @@ from dgr.testing.mtp_contract.messages import (
     ID_BYTES,
     TO_PIPELINE,
     TO_STAGE,
+    MtpWork,
     Reason,
     Want,
-    Work,
     encode_message,
 )
 from dgr.testing.mtp_contract.reference import ReferenceTrunk, StageView
@@ -353,9 +353,9 @@ def test_whatever_happens_to_a_route_its_stages_agree(begin: int, acts: list[tup
         assert not route.language.special.intersection(route.sessions[session].transcript)
     for one in route.sent:
         assert isinstance(one.message, TO_PIPELINE if one.receiver == "pipeline" else TO_STAGE)
-        ids = len(one.message.tokens) if isinstance(one.message, Work) else len(getattr(one.message, "drafts", ()))
+        ids = len(one.message.tokens) if isinstance(one.message, MtpWork) else len(getattr(one.message, "drafts", ()))
         assert len(encode_message(one.message)) <= HEADER_BYTES + ID_BYTES * ids
-        if isinstance(one.message, Work):  # the only payload there is grows with the tokens of the message alone
+        if isinstance(one.message, MtpWork):  # the only payload there is grows with the tokens of the message alone
             assert one.message.payload in (0, 16 * len(one.message.tokens))
 
 

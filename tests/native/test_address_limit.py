@@ -13,7 +13,7 @@ import pytest
 DOORS = """
 import resource, sys
 from pathlib import Path
-from dgr.engine.base import ContextParams
+from dgr.core.values import ContextParams
 from dgr.engine.llama import LlamaEngine, estimate_memory
 from dgr.engine.native import default_native, kernel_fingerprint
 from dgr.engine.vocab import LlamaVocabulary

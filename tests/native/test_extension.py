@@ -14,7 +14,7 @@ import pytest
 
 import dgr.engine._native as native
 import dgr.testing._probe as probe
-from dgr.engine.base import ContextParams, Numerics
+from dgr.core.values import ContextParams, Numerics
 from dgr.engine.llama import LlamaEngine
 from dgr.engine.native import ABI_VERSION, Native
 from dgr.errors import EngineError
@@ -79,7 +79,7 @@ def test_the_bundled_declarations_suffice(tmp_path: Path, build_scripts: tuple[M
 def test_enums_and_structs_reach_python() -> None:
     assert native.lib.DGR_ERR_INTERNAL == -7
     assert native.lib.DGR_N_COMPONENTS == 7
-    assert native.ffi.sizeof("dgr_component_frontier") == 4 * 4 + 16
+    assert native.ffi.sizeof("dgr_component_summary") == 4 * 4 + 16
     assert native.lib.dgr_abi_version() == native.lib.DGR_ABI_VERSION == ABI_VERSION
 
 

@@ -19,9 +19,8 @@ from dgr.client.events import Event
 from dgr.client.pipeline import Pipeline, Timeouts, open_pipeline_on
 from dgr.cluster.remote import LinkPolicy, RemoteConnector, StageServer
 from dgr.core.route import LayerRange, Route, StageRef
-from dgr.engine.base import ContextParams
+from dgr.core.values import ContextParams, StageIdentity
 from dgr.errors import DgrError, LinkBroken
-from dgr.protocol.identity import identity_of
 from dgr.protocol.limits import limits_of
 from dgr.stage.shard import Shard, open_shard
 from dgr.testing.engines.fake import FakeEngine, FakeModel
@@ -233,9 +232,9 @@ class Authority:
 # --- peers by hand ---
 
 
-def identity(layers: str = "0:2", *, of: ContextParams = CONTEXT, **changes) -> frames.Identity:
+def identity(split: str = "0:2", *, of: ContextParams = CONTEXT, **changes) -> StageIdentity:
     """What a stage of these layers says of itself, but for ``changes``."""
-    return msgspec.structs.replace(identity_of(FakeEngine(LayerRange.parse(layers), of).describe()), **changes)
+    return msgspec.structs.replace(FakeEngine(LayerRange.parse(split), of).describe(), **changes)
 
 
 @asynccontextmanager
@@ -268,9 +267,7 @@ async def greeted(
             link.send_nowait(hello)
             answer = (await anext(link)).frame
             if isinstance(answer, Welcome):
-                about = FakeEngine(
-                    LayerRange(answer.identity.layer_begin, answer.identity.layer_end), CONTEXT, model=MODEL
-                ).describe()
+                about = FakeEngine(answer.identity.layers, CONTEXT, model=MODEL).describe()
                 link.agree(limits_of(about), None)
             yield link, answer
 
@@ -296,8 +293,8 @@ def client(name: str = "a client", wants: tuple[str, ...] = ("decode",)) -> Hell
     return Hello(Role.PIPELINE, name, None, wants)
 
 
-def stage(name: str, layers: str = "0:2", **changes) -> Hello:
-    return Hello(Role.STAGE, name, identity(layers, **changes))
+def stage(name: str, split: str = "0:2", **changes) -> Hello:
+    return Hello(Role.STAGE, name, identity(split, **changes))
 
 
 async def read_to_end(stream: trio.abc.ReceiveStream) -> bytes:

@@ -112,8 +112,8 @@ async def test_an_examination_leaves_what_is_at_work_alone() -> None:
             await session.prefill([1, 2, 3])
             report = await doctor.examine(file_of(hosts.route(stages)), hosts.policy)
             assert report.problems == ()
-            frontier = await session.frontier()
-            assert {frame.position for frame in frontier.values()} == {3}
+            frontier = await session.state_summaries()
+            assert {frame.state.position for frame in frontier.values()} == {3}
             assert [type(event).__name__ for event in seen(events)] == ["Prefilled"]
 
 

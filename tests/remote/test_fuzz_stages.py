@@ -7,8 +7,8 @@ import random
 
 import pytest
 import trio
-from attrs import evolve
 from hostile import Talker, raw, talk
+from msgspec.structs import replace
 from remote_stages import CONTEXT, HANDSHAKE, TWO, Host, client, connected, open_hosts, stage
 
 from dgr.cluster.remote import LinkPolicy
@@ -49,7 +49,7 @@ async def _besiege(seed: int, rounds: int, caplog: pytest.LogCaptureFixture) -> 
     rng = random.Random(seed)
     async with open_hosts(POLICY) as hosts:
         stages = await hosts.start_all(TWO)
-        other = FakeEngine(LayerRange(2, 6), evolve(CONTEXT, n_ctx=64))
+        other = FakeEngine(LayerRange(2, 6), replace(CONTEXT, n_ctx=64))
         refusing = [(await hosts.start("", engine=other)).address, (await hosts.start("4:6")).address]
         names = [*refusing, *(host.address for host in stages), "127.0.0.1:1", "nowhere"]
         for _ in range(rounds):

@@ -38,11 +38,12 @@ from remote_stages import (
 from dgr.client.pipeline import open_pipeline_on
 from dgr.cluster.remote import LinkPolicy
 from dgr.core.route import Route, StageRef
+from dgr.core.values import Expectation, Key
 from dgr.errors import DgrError, FrameError, LinkBroken
 from dgr.testing.network.proxy import open_proxy
 from dgr.testing.waits import until
 from dgr.wire import frames
-from dgr.wire.frames import Key, Ping, Welcome
+from dgr.wire.frames import Ping, Welcome
 from dgr.wire.framing import Framer, Limits, encode
 from dgr.wire.handshake import exchange_preamble
 from dgr.wire.links import Link
@@ -295,9 +296,9 @@ def _keys() -> Iterator[Key]:
 FLOODS: dict[str, Callable[[], Iterator[frames.Frame]]] = {
     "pings": lambda: (Ping(number + 1) for number in range(10**9)),
     "opens": lambda: (frames.Open(key, 1) for key in _keys()),
-    "probes": lambda: (frames.Probe(key, 1) for key in _keys()),
+    "probes": lambda: (frames.QueryState(key, 1) for key in _keys()),
     "closes": lambda: (frames.Close(key, 1) for key in _keys()),
-    "tokens": lambda: (frames.Tokens(key, 1, frames.Expectation(0, bytes(16)), (1,) * 16, 0, None) for key in _keys()),
+    "tokens": lambda: (frames.Tokens(key, 1, Expectation(0, bytes(16)), (1,) * 16, 0, None) for key in _keys()),
 }
 
 
@@ -647,7 +648,7 @@ async def test_a_boundary_too_large_is_refused_before_any_byte_of_it() -> None:
                 wide = Limits(n_batch=2**20, boundary_width=3, n_vocab=1)
                 tokens = (1,) * 1000
                 frame = frames.Boundary(
-                    Key(b"r" * 16, 1, 1), 1, frames.Expectation(0, bytes(16)), tokens, 0, None, 12 * len(tokens)
+                    Key(b"r" * 16, 1, 1), 1, Expectation(0, bytes(16)), tokens, 0, None, 12 * len(tokens)
                 )
                 for head_bytes, _ in encode(frame, bytes(frame.payload), 1, wide):
                     await link._transport.send_all(head_bytes)

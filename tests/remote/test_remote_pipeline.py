@@ -33,7 +33,7 @@ from dgr.client.pipeline import Timeouts, open_pipeline_on
 from dgr.cluster.remote import LinkPolicy
 from dgr.core.prefix import PrefixDigest
 from dgr.core.route import Route, StageRef
-from dgr.engine.base import EngineDescription
+from dgr.core.values import Expectation, Key, StageIdentity
 from dgr.errors import DeadlineExceeded, LinkBroken, PeerRefused, PrefillFailed
 from dgr.protocol.states import EpochState
 from dgr.testing.engines.fake import FakeEngine
@@ -56,8 +56,8 @@ async def test_the_text_is_that_of_one_machine(policy: LinkPolicy, split: tuple[
             assert answer == reference()
             again = await take(session.generate(list(b" And"), max_tokens=8))
             assert again == reference([*PROMPT, *answer, *b" And"], 8)
-            frontier = await session.frontier()
-            assert {frame.position for frame in frontier.values()} == {len(PROMPT) + 12 + 4 + 7}
+            frontier = await session.state_summaries()
+            assert {frame.state.position for frame in frontier.values()} == {len(PROMPT) + 12 + 4 + 7}
         await hosts.assert_empty()
 
 
@@ -240,7 +240,7 @@ async def test_a_fence_fails_with_the_stage_that_fails_and_not_with_the_one_that
         route = hosts.route([head, middle, tail])
         route = Route((*route.stages[:2], StageRef(gone.address, tail.layers)))
 
-        def connect(address: str) -> AbstractAsyncContextManager[tuple[Link, EngineDescription]]:
+        def connect(address: str) -> AbstractAsyncContextManager[tuple[Link, StageIdentity]]:
             return hosts.connector()(tail.address if address == gone.address else address)
 
         began = trio.current_time()
@@ -364,13 +364,13 @@ async def test_a_sender_beyond_its_credit_breaks_the_protocol() -> None:
         ):
             assert isinstance(welcome, Welcome)
             assert welcome.credit == 2 * 16 * 3 * 4
-            key = frames.Key(b"r" * 16, 1, 1)
+            key = Key(b"r" * 16, 1, 1)
             control.send_nowait(Fence(key.route, 1, tail.address, "127.0.0.1:1", ""))
             assert isinstance((await anext(control)).frame, frames.Fenced)
             control.send_nowait(frames.Open(key, 1))
             assert isinstance((await anext(control)).frame, frames.Opened)
             for seq in (2, 3, 4):  # the link takes no part in credits on this side
-                expect = frames.Expectation(0, PrefixDigest().digest())
+                expect = Expectation(0, PrefixDigest().digest())
                 boundary = frames.Boundary(key, seq, expect, (1,) * 16, 0, None, 192)
                 await link.send(boundary, bytes(192))
             await assert_closed(link)
@@ -452,7 +452,7 @@ async def test_sides_of_different_heartbeats_get_on(authority: Authority) -> Non
     links: list[Link] = []
 
     @asynccontextmanager
-    async def connect(address: str) -> AsyncIterator[tuple[Link, EngineDescription]]:
+    async def connect(address: str) -> AsyncIterator[tuple[Link, StageIdentity]]:
         async with hasty(address) as (link, description):
             links.append(link)
             yield link, description

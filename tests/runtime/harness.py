@@ -11,7 +11,7 @@ from dgr.client.events import Event, PrefillProgress
 from dgr.client.pipeline import Pipeline, Timeouts, open_pipeline_on
 from dgr.cluster.local import LocalCluster, ShardPolicy, open_cluster
 from dgr.core.route import LayerRange, Route, StageRef, parse_split
-from dgr.engine.base import ContextParams
+from dgr.core.values import ContextParams
 from dgr.stage.shard import Shard
 from dgr.testing.engines.fake import FakeEngine, FakeModel
 
@@ -65,7 +65,7 @@ class Stages:
             assert (seen.routes, seen.sessions, seen.leased_bytes) == (0, 0, 0), f"{name}: {seen}"
             engine = self.engines[name]
             for slot in range(self.context.n_seq_max):
-                frontier = engine.frontier(slot)
+                frontier = engine.state_summary(slot)
                 assert frontier.position == 0
                 assert all(part.rows_max == 0 for part in frontier.components)
 

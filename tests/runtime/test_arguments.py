@@ -19,9 +19,9 @@ import dgr
 from dgr.client.pipeline import Pipeline, Timeouts
 from dgr.cluster.local import ShardPolicy
 from dgr.cluster.remote import LinkPolicy
-from dgr.engine.base import ContextParams, Numerics, SamplingParams
+from dgr.core.values import ContextParams, Expectation, Key, Numerics, SamplingParams
 from dgr.errors import InputError, InvalidToken
-from dgr.protocol.sampling import sampling_problem, to_wire
+from dgr.protocol.sampling import check_sampling, sampling_problem
 from dgr.wire import frames
 
 PROMPT = list(b"The quick brown fox")
@@ -224,16 +224,14 @@ async def test_a_sampling_value_is_refused_before_a_token_is_committed(
     [("temperature", 1e-46), ("top_p", 1 + 1e-9), ("min_p", -1e-46), ("repeat_penalty", 1e-45), ("min_p", 1 + 1e-9)],
 )
 def test_a_value_is_checked_as_the_float32_that_it_becomes(name: str, value: float) -> None:
-    assert sampling_problem(to_wire(SamplingParams(**{name: value}), 257), 257) is None
+    assert sampling_problem(check_sampling(SamplingParams(**{name: value}), 257), 257) is None
 
 
 def test_numbers_of_numpy_are_sampling_values() -> None:
     params = SamplingParams(temperature=np.float32(0.5), seed=np.int64(7), top_k=np.uint8(3))
-    sampling = to_wire(params, 257)
-    assert sampling == to_wire(SamplingParams(temperature=0.5, seed=7, top_k=3), 257)
-    frames.encode_message(
-        frames.Tokens(frames.Key(bytes(16), 1, 1), 1, frames.Expectation(0, bytes(16)), (1,), 1, sampling)
-    )
+    sampling = check_sampling(params, 257)
+    assert sampling == check_sampling(SamplingParams(temperature=0.5, seed=7, top_k=3), 257)
+    frames.encode_message(frames.Tokens(Key(bytes(16), 1, 1), 1, Expectation(0, bytes(16)), (1,), 1, sampling))
 
 
 @pytest.mark.parametrize("sampling", [5, "greedy", {"temperature": 0.5}])

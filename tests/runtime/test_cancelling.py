@@ -72,7 +72,7 @@ def a_whole_life(engine: type[FakeEngine], split: str) -> Callable[..., Coroutin
                     shards.append(stages.shard(name))
                 async with stages.pipeline(split) as pipeline, pipeline.session() as session:
                     await take(session.generate(PROMPT, max_tokens=2))
-                    await session.frontier()
+                    await session.state_summaries()
                     await pipeline.change_route(stages.route("0:6"))
                     await take(session.generate([1], max_tokens=1))
         finally:

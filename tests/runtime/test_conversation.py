@@ -6,13 +6,14 @@ import struct
 
 import pytest
 import trio
-from attrs import evolve
 from conversations import reference, seen, take, take_tokens
 from harness import CONTEXT, MODEL, THREE, TWO, WHOLE, kinds, open_stages
+from msgspec.structs import replace
 
 from dgr.client.events import Prefilled, PrefillProgress, RePrefilled
 from dgr.core.route import LayerRange
-from dgr.engine.base import LogitsWanted, SamplingParams, Work
+from dgr.core.values import LogitsWanted, SamplingParams
+from dgr.engine.base import Work
 from dgr.errors import (
     ContextLimitExceeded,
     InputError,
@@ -120,7 +121,7 @@ async def test_an_answer_to_what_is_prefilled_runs_it_again_and_says_so(autojump
 
 
 async def test_rows_of_logits_are_those_of_the_whole_model(autojump_clock: trio.abc.Clock) -> None:
-    whole = FakeEngine(None, evolve(CONTEXT, n_batch=64, n_ubatch=64))
+    whole = FakeEngine(None, replace(CONTEXT, n_batch=64, n_ubatch=64))
     expected = whole.run([Work(0, 0, PROMPT, logits=LogitsWanted.ALL)])[0].logits
     rows: dict[int, bytes] = {}
 
@@ -337,31 +338,31 @@ async def test_a_closed_session_refuses_everything(autojump_clock: trio.abc.Cloc
         async with pipeline.session() as session:
             generation = session.generate(PROMPT)
             await anext(generation)
-        for call in (lambda: session.generate([1]), lambda: anext(generation), session.frontier):
+        for call in (lambda: session.generate([1]), lambda: anext(generation), session.state_summaries):
             with pytest.raises(SessionError, match="is closed"):
                 await call()
 
 
-# --- frontiers ---
+# --- state summaries ---
 
 
-async def test_a_frontier_tells_the_same_on_every_stage(autojump_clock: trio.abc.Clock) -> None:
+async def test_state_summaries_tell_the_same_on_every_stage(autojump_clock: trio.abc.Clock) -> None:
     async with open_stages(THREE) as stages, stages.pipeline(THREE) as pipeline, pipeline.session() as session:
-        empty = await session.frontier()
-        assert {frontier.position for frontier in empty.values()} == {0}
+        empty = await session.state_summaries()
+        assert {summary.state.position for summary in empty.values()} == {0}
         await session.prefill(PROMPT)
-        frontiers = await session.frontier()
-        assert list(frontiers) == THREE.split(",")
-        assert {frontier.position for frontier in frontiers.values()} == {len(PROMPT)}
-        assert len({frontier.digest for frontier in frontiers.values()}) == 1
-        assert [[part.name for part in frontier.components] for frontier in frontiers.values()] == [
+        summaries = await session.state_summaries()
+        assert list(summaries) == THREE.split(",")
+        assert {summary.state.position for summary in summaries.values()} == {len(PROMPT)}
+        assert len({summary.digest for summary in summaries.values()}) == 1
+        assert [[part.name for part in summary.state.components] for summary in summaries.values()] == [
             ["tape"],
             ["tape", "tally"],
             ["tape", "tally"],
         ]
 
 
-async def test_frontiers_do_not_depend_on_how_the_tokens_came(autojump_clock: trio.abc.Clock) -> None:
+async def test_state_summaries_do_not_depend_on_how_the_tokens_came(autojump_clock: trio.abc.Clock) -> None:
     seen_components = []
     for chunk in (3, 8):
         async with (
@@ -370,8 +371,8 @@ async def test_frontiers_do_not_depend_on_how_the_tokens_came(autojump_clock: tr
             pipeline.session() as session,
         ):
             await session.prefill(PROMPT)
-            frontiers = await session.frontier()
-            seen_components.append([frontier.components for frontier in frontiers.values()])
+            summaries = await session.state_summaries()
+            seen_components.append([summary.state.components for summary in summaries.values()])
     assert seen_components[0] == seen_components[1]
 
 
@@ -382,7 +383,7 @@ async def test_frontiers_do_not_depend_on_how_the_tokens_came(autojump_clock: tr
     ("engine", "words"),
     [
         (FakeEngine(None, CONTEXT, model=FakeModel(seed=1)), "artifact identity"),
-        (FakeEngine(None, evolve(CONTEXT, n_ctx=64)), "context parameters"),
+        (FakeEngine(None, replace(CONTEXT, n_ctx=64)), "context parameters"),
         (FakeEngine(None, CONTEXT, kernel_fingerprint="other"), "kernel fingerprint other"),
     ],
 )

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import pytest
 import trio
-from attrs import evolve
 from conversations import held, reference, seen, take
 from harness import CONTEXT, THREE, TIMEOUTS, TWO, WHOLE, kinds, open_stages, rest
+from msgspec.structs import replace
 
 from dgr.client.events import RePrefilled, RouteDown, StateLost
 from dgr.client.pipeline import Pipeline
 from dgr.client.session import ClientSession
 from dgr.cluster.local import ShardPolicy
 from dgr.core.route import LayerRange
-from dgr.engine.base import ContextParams, Output, SamplingParams, TopLogprob, Work
+from dgr.core.values import ContextParams, SamplingParams, TopLogprob
+from dgr.engine.base import Output, Work
 from dgr.errors import (
     BudgetExceeded,
     ClosedError,
@@ -211,7 +212,7 @@ async def test_a_refusal_behind_the_head_loses_the_session_everywhere(
 
 
 async def test_a_good_companion_of_a_refused_item_is_run(autojump_clock: trio.abc.Clock) -> None:
-    context = evolve(CONTEXT, n_seq_max=4)
+    context = replace(CONTEXT, n_seq_max=4)
     async with open_stages(WHOLE, context=context) as stages:
         stages.cluster.stop(WHOLE)
         await rest()
@@ -504,7 +505,7 @@ async def test_closing_the_pipeline_in_the_middle_of_a_change(
 @pytest.mark.parametrize("n_seq_max", [1, 70])
 async def test_many_sessions_at_once(autojump_clock: trio.abc.Clock, n_seq_max: int) -> None:
     """More payloads at once than a link has streams, and more sessions than it has room for."""
-    context: ContextParams = evolve(CONTEXT, n_seq_max=n_seq_max, n_batch=128, n_ubatch=8)
+    context: ContextParams = replace(CONTEXT, n_seq_max=n_seq_max, n_batch=128, n_ubatch=8)
     async with open_stages(TWO, context=context) as stages, stages.pipeline(TWO) as pipeline:
         answers: dict[int, list[int]] = {}
 

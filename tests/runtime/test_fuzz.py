@@ -7,20 +7,20 @@ import random
 
 import pytest
 import trio
-from attrs import evolve
 from conversations import reference, take, take_tokens
 from harness import CONTEXT, THREE, TIMEOUTS, TWO, Stages, open_stages, rest
 from hostile import Talker, lying, talk
+from msgspec.structs import replace
 
 from dgr.client import route_client
-from dgr.engine.base import SamplingParams
+from dgr.core.values import SamplingParams
 from dgr.errors import DgrError
 from dgr.protocol.limits import limits_of
 from dgr.wire import memory_transports
 from dgr.wire.links import open_link
 
 PROMPT = list(b"The quick brown fox")
-ROOMY = evolve(CONTEXT, n_seq_max=6)
+ROOMY = replace(CONTEXT, n_seq_max=6)
 
 
 async def _attack(stages: Stages, rng: random.Random, name: str, route: bytes) -> None:
@@ -80,7 +80,7 @@ async def _lie_to_a_client(seed: int, rounds: int) -> dict[str, int]:
                         assert [token.id for token in tokens] == reference(before, 3)[: len(tokens)]
                         await session.logits([1, 2], lambda position, _values, rows=rows: rows.append(position))
                         assert set(rows) == {len(session.transcript) - 2}
-                        await session.frontier()
+                        await session.state_summaries()
                 seen["right"] += 1
             except DgrError:
                 seen["typed"] += 1

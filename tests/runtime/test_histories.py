@@ -18,18 +18,19 @@ from functools import partial
 import outcome
 import pytest
 import trio
-from attrs import define, evolve, field
+from attrs import define, field
 from conversations import held, reference, take
 from harness import CONTEXT, Stages, open_stages, rest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from msgspec.structs import replace
 
 from dgr.client.generation import Generation
 from dgr.client.pipeline import Pipeline
 from dgr.client.session import ClientSession
 from dgr.core.prefix import EMPTY_DIGEST
-from dgr.engine.base import SamplingParams
+from dgr.core.values import Expectation, Key, SamplingParams
 from dgr.errors import (
     ClosedError,
     ContextLimitExceeded,
@@ -44,11 +45,11 @@ from dgr.stage.session import SessionActor
 from dgr.stage.supervisor import EpochSupervisor
 from dgr.testing.engines.fake import Fault, FaultKind
 from dgr.wire import frames
-from dgr.wire.frames import Expectation, Key, Miss
+from dgr.wire.frames import Miss
 from dgr.wire.links import Link
 
 SPLITS = ["0:6", "0:2,2:6", "0:1,1:4,4:6", "0:4#b,4:6"]
-SMALL = evolve(CONTEXT, n_ctx=48, n_batch=8, n_ubatch=4, n_seq_max=2)
+SMALL = replace(CONTEXT, n_ctx=48, n_batch=8, n_ubatch=4, n_seq_max=2)
 GREEDY, SEEDED = SamplingParams(), SamplingParams(temperature=0.8, seed=6)
 
 TOKENS = st.lists(st.integers(0, 255), min_size=1, max_size=11)
@@ -186,7 +187,7 @@ class Watched:
             if supervisor is not None and supervisor.control is link:
                 stale = isinstance(frame, frames.StaleEpoch)
                 assert (key.epoch != supervisor.epoch) == stale, f"{frame} at epoch {supervisor.epoch}"
-                if isinstance(frame, frames.Token | frames.Advanced | frames.Frontier | frames.Logits):
+                if isinstance(frame, frames.Token | frames.Advanced | frames.StateReport | frames.Logits):
                     assert supervisor.state is EpochState.LIVE
 
 

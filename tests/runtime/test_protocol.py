@@ -8,19 +8,20 @@ from contextlib import AbstractAsyncContextManager
 import msgspec
 import pytest
 import trio
-from attrs import evolve
 from conversations import held, reference, take
 from harness import CONTEXT, TWO, WHOLE, Stages, open_stages, rest
+from msgspec.structs import replace
 
 from dgr.cluster.local import ShardPolicy
 from dgr.core.prefix import PrefixDigest
-from dgr.engine.base import Output, SamplingParams, Work
+from dgr.core.values import Expectation, Key, SamplingParams
+from dgr.engine.base import Output, Work
 from dgr.errors import InputError
 from dgr.protocol.limits import limits_of
 from dgr.testing.engines.fake import FakeEngine, Fault, FaultKind
 from dgr.testing.raw_client import GREEDY, RawClient, open_raw_client
 from dgr.wire import frames, memory_transports
-from dgr.wire.frames import Expectation, Key, Miss, Refusal
+from dgr.wire.frames import Miss, Refusal
 from dgr.wire.links import open_link
 
 ROUTE, STRANGER = b"r" * 16, b"s" * 16
@@ -48,7 +49,7 @@ async def test_a_stale_epoch_is_answered_before_any_state_is_looked_at(autojump_
         await hand.begin(3)
         await hand.say(hand.work(1, 2, [1, 2], epoch=3))
         engine = stages.engines[WHOLE]
-        before = (engine.frontier(0), engine.runs)
+        before = (engine.state_summary(0), engine.runs)
         for epoch in (0, 2, 4, 2**62):
             key = hand.key(1, epoch)
             # Everything else about the frame is right, or everything is wrong: the answer is the same.
@@ -56,12 +57,12 @@ async def test_a_stale_epoch_is_answered_before_any_state_is_looked_at(autojump_
                 hand.work(1, 3, [3], [1, 2], epoch=epoch),
                 hand.work(1, 3, [999_999], [], epoch=epoch, position=77),
                 hand.open(1, 3, epoch=epoch),
-                frames.Probe(key, 3),
+                frames.QueryState(key, 3),
             ):
                 assert await hand.say(frame) == [frames.StaleEpoch(key, 3, 3)]
             assert await hand.say(hand.close(1, 3, epoch=epoch)) == [frames.Closed(key, 3, 0)]
             assert await hand.say(frames.Cancel(key, 99)) == []
-        assert (engine.frontier(0), engine.runs) == before
+        assert (engine.state_summary(0), engine.runs) == before
         (token,) = reference([1, 2, 3], 1)
         assert await hand.say(hand.work(1, 3, [3], [1, 2], epoch=3)) == [frames.Token(hand.key(1, 3), 3, 3, token)]
 
@@ -103,10 +104,10 @@ async def test_a_wrong_expectation_misses_and_changes_nothing(
         await hand.begin()
         await hand.say(hand.work(1, 2, [1, 2]))
         engine = stages.engines[WHOLE]
-        held_before = (engine.frontier(0), engine.runs)
+        held_before = (engine.state_summary(0), engine.runs)
         answer = await hand.say(hand.work(1, 3, [9], before, position=position))
         assert answer == [frames.CacheMiss(hand.key(1), 3, reason, 2)]
-        assert (engine.frontier(0), engine.runs) == held_before
+        assert (engine.state_summary(0), engine.runs) == held_before
         (token,) = reference([1, 2, 3], 1)
         assert await hand.say(hand.work(1, 4, [3], [1, 2])) == [frames.Token(hand.key(1), 4, 3, token)]
 
@@ -115,15 +116,15 @@ async def test_what_was_never_here_is_unknown(autojump_clock: trio.abc.Clock) ->
     async with open_stages(WHOLE) as stages, by_hand(stages) as hand:
         miss = frames.CacheMiss(hand.key(1, 0), 1, Miss.UNKNOWN, 0)
         assert await hand.say(hand.work(1, 1, [1], epoch=0)) == [miss]
-        assert await hand.say(frames.Probe(hand.key(1, 0), 1)) == [miss]
+        assert await hand.say(frames.QueryState(hand.key(1, 0), 1)) == [miss]
         assert stages.shard(WHOLE).statistics().strays == 2
         await hand.say(hand.fence(1))
         assert await hand.say(hand.work(1, 1, [1])) == [frames.CacheMiss(hand.key(1), 1, Miss.UNKNOWN, 0)]
-        assert await hand.say(frames.Probe(hand.key(1), 1)) == [frames.CacheMiss(hand.key(1), 1, Miss.UNKNOWN, 0)]
+        assert await hand.say(frames.QueryState(hand.key(1), 1)) == [frames.CacheMiss(hand.key(1), 1, Miss.UNKNOWN, 0)]
 
 
 async def test_the_fate_of_an_ended_session_is_told(autojump_clock: trio.abc.Clock) -> None:
-    context = evolve(CONTEXT, n_seq_max=1)
+    context = replace(CONTEXT, n_seq_max=1)
     policy = ShardPolicy(time_to_live=50.0, least_idle=0)
     async with open_stages(WHOLE, context=context, policy=policy) as stages, by_hand(stages) as hand:
         await hand.begin()
@@ -192,7 +193,7 @@ async def test_requests_take_effect_in_the_order_in_which_they_came(
 async def test_an_open_that_waits_is_taken_back_by_close_and_by_fence(
     autojump_clock: trio.abc.Clock, schedule: int
 ) -> None:
-    context = evolve(CONTEXT, n_seq_max=1)
+    context = replace(CONTEXT, n_seq_max=1)
     async with open_stages(WHOLE, context=context) as stages, by_hand(stages) as hand:
         await hand.begin()
         async with held(stages.shard(WHOLE)):  # the evicted session's slot is not cleared: opens wait
@@ -222,7 +223,7 @@ async def test_nothing_is_admitted_while_fencing(autojump_clock: trio.abc.Clock)
             assert await hand.say(hand.fence(2)) == []
             assert await hand.say(hand.open(1, 2, epoch=2)) == [miss]
             assert await hand.say(hand.work(1, 2, [1], epoch=2)) == [miss]
-            assert await hand.say(frames.Probe(key, 2)) == [miss]
+            assert await hand.say(frames.QueryState(key, 2)) == [miss]
             assert stages.shard(WHOLE).statistics().leased_bytes > 0
         (fenced,) = await hand.say()
         assert (fenced.epoch, fenced.sessions_dropped) == (2, 1)
@@ -246,7 +247,7 @@ async def test_a_probe_behind_a_fence_reads_nobody_elses_slot(autojump_clock: tr
         await other.begin()
         await hand.say(hand.work(1, 2, [1, 2]))
         async with held(stages.shard(WHOLE)):
-            assert await hand.say(frames.Probe(hand.key(1), 3)) == []
+            assert await hand.say(frames.QueryState(hand.key(1), 3)) == []
             await hand.say(hand.close(1, 4))
             assert await other.say(other.open(2, 2)) != []
         answers = await hand.say()
@@ -259,10 +260,10 @@ async def test_a_probe_tells_position_and_digest_of_one_moment(autojump_clock: t
         before: list[int] = []
         for seq in range(2, 40, 2):
             tokens = [seq, seq + 1]
-            answers = await hand.say(hand.work(1, seq, tokens, before), frames.Probe(hand.key(1), seq + 1))
+            answers = await hand.say(hand.work(1, seq, tokens, before), frames.QueryState(hand.key(1), seq + 1))
             before += tokens
-            (frontier,) = [answer for answer in answers if isinstance(answer, frames.Frontier)]
-            assert frontier.digest == PrefixDigest(before[: frontier.position]).digest()
+            (frontier,) = [answer for answer in answers if isinstance(answer, frames.StateReport)]
+            assert frontier.digest == PrefixDigest(before[: frontier.state.position]).digest()
 
 
 async def test_cancel_skips_queued_work_up_to_a_number(autojump_clock: trio.abc.Clock) -> None:
@@ -274,7 +275,7 @@ async def test_cancel_skips_queued_work_up_to_a_number(autojump_clock: trio.abc.
         answers = await hand.say()
         assert [(type(answer), answer.seq) for answer in answers] == [
             (frames.Token, 2),
-            (frames.Cancelled, 3),
+            (frames.WorkSkipped, 3),
             (frames.CacheMiss, 4),
         ]
         assert answers[1].position == 1
@@ -286,9 +287,9 @@ async def test_cancel_skips_queued_work_up_to_a_number(autojump_clock: trio.abc.
         ({"tokens": [300]}, "token id 300 is outside the vocabulary of 257"),
         ({"logits": 0}, "sampling needs logits = 1"),
         ({"logits": 2}, "sampling needs logits = 1"),
-        ({"sampling": frames.Sampling(0.0, 0, 0.0, 0.0, 1.0, 0.0, 0.0, -1, 0, 0, 0)}, "top_p is 0"),
-        ({"sampling": frames.Sampling(0.0, 0, 1.0, 2.0, 1.0, 0.0, 0.0, -1, 0, 0, 0)}, "min_p is 2"),
-        ({"sampling": frames.Sampling(0.0, 0, 1.0, 0.0, 0.0, 0.0, 0.0, -1, 0, 0, 0)}, "repeat_penalty is 0"),
+        ({"sampling": SamplingParams(0.0, 0, 0.0, 0.0, 1.0, 0.0, 0.0, -1, 0, 0, 0)}, "top_p is 0"),
+        ({"sampling": SamplingParams(0.0, 0, 1.0, 2.0, 1.0, 0.0, 0.0, -1, 0, 0, 0)}, "min_p is 2"),
+        ({"sampling": SamplingParams(0.0, 0, 1.0, 0.0, 0.0, 0.0, 0.0, -1, 0, 0, 0)}, "repeat_penalty is 0"),
     ],
 )
 async def test_input_that_breaks_a_limit_is_refused_and_changes_nothing(
@@ -314,7 +315,7 @@ class _NoThirteen(FakeEngine):
 
 async def test_a_step_that_the_engine_refuses_changes_nothing(autojump_clock: trio.abc.Clock) -> None:
     """Not even the history that draws depend on."""
-    drawn = frames.Sampling(1.0, 0, 1.0, 0.0, 1.0, 0.0, 0.5, -1, 3, 0, 0)
+    drawn = SamplingParams(1.0, 0, 1.0, 0.0, 1.0, 0.0, 0.5, -1, 3, 0, 0)
     async with open_stages(WHOLE) as stages:
         stages.cluster.stop(WHOLE)
         await rest()
@@ -329,7 +330,7 @@ async def test_a_step_that_the_engine_refuses_changes_nothing(autojump_clock: tr
 
 
 async def test_the_context_ends_at_n_ctx(autojump_clock: trio.abc.Clock) -> None:
-    context = evolve(CONTEXT, n_ctx=16, n_batch=16)
+    context = replace(CONTEXT, n_ctx=16, n_batch=16)
     async with open_stages(WHOLE, context=context) as stages, by_hand(stages) as hand:
         await hand.begin()
         tokens = list(range(16))
@@ -363,7 +364,9 @@ async def test_a_route_belongs_to_the_link_that_brought_it(autojump_clock: trio.
         assert await thief.say(thief.work(1, 3, [3], [1, 2])) == [frames.CacheMiss(thief.key(1), 3, Miss.UNKNOWN, 0)]
         assert await thief.say(thief.close(1, 3)) == [frames.Closed(thief.key(1), 3, 0)]
         assert await thief.say(frames.Cancel(thief.key(1), 99)) == []
-        assert await thief.say(frames.Probe(thief.key(1), 4)) == [frames.CacheMiss(thief.key(1), 4, Miss.UNKNOWN, 0)]
+        assert await thief.say(frames.QueryState(thief.key(1), 4)) == [
+            frames.CacheMiss(thief.key(1), 4, Miss.UNKNOWN, 0)
+        ]
         assert await thief.say(thief.fence(2)) == []  # it waits for the owner to leave ...
         await trio.sleep(31)
         (refused,) = await thief.say()  # ... and not forever
@@ -480,7 +483,7 @@ async def test_a_flood_of_requests_closes_the_link(autojump_clock: trio.abc.Cloc
     async with open_stages(WHOLE) as stages, by_hand(stages) as hand:
         await hand.begin()
         async with held(stages.shard(WHOLE)):
-            await hand.say(*(frames.Probe(hand.key(1), seq) for seq in range(2, 1030)))
+            await hand.say(*(frames.QueryState(hand.key(1), seq) for seq in range(2, 1030)))
             assert hand.closed
         await rest()
         assert stages.shard(WHOLE).statistics().routes == 0

@@ -11,9 +11,10 @@ from collections.abc import Iterator
 
 import pytest
 import trio
-from attrs import define, evolve, field
+from attrs import define, field
 from conversations import reference, seen, take
 from harness import CONTEXT, MODEL, THREE, kinds, open_stages
+from msgspec.structs import replace
 
 from dgr.client.pipeline import open_pipeline_on
 from dgr.cluster import local
@@ -134,7 +135,7 @@ async def test_between_stages_there_is_the_boundary_and_nothing_else(
 async def test_neither_header_nor_payload_grows_with_the_context(
     autojump_clock: trio.abc.Clock, recordings: list[Recording]
 ) -> None:
-    context = evolve(CONTEXT, n_ctx=700)
+    context = replace(CONTEXT, n_ctx=700)
     async with (
         open_stages(THREE, context=context) as stages,
         stages.pipeline(THREE) as pipeline,
@@ -162,7 +163,7 @@ async def test_what_a_pipeline_sends_has_no_payload_at_all(
     async with open_stages(THREE) as stages, stages.pipeline(THREE) as pipeline, pipeline.session() as session:
         await take(session.generate(PROMPT, max_tokens=3))
         await session.logits([1, 2], lambda _position, _rows: None)
-        await session.frontier()
+        await session.state_summaries()
     payloads: dict[type, int] = {}
     for recording in recordings:
         for frame, _, payload in recording.frames():
@@ -176,7 +177,7 @@ async def test_long_boundaries_of_one_session_arrive_in_order(
 ) -> None:
     """The last chunk is short, and fragments of all payloads under way take turns: it must not overtake."""
     model = FakeModel(n_layers=2, n_vocab=64, width=3000)
-    context = evolve(CONTEXT, n_ctx=128, n_batch=48, n_ubatch=48, n_seq_max=2)
+    context = replace(CONTEXT, n_ctx=128, n_batch=48, n_ubatch=48, n_seq_max=2)
     route = Route(tuple(StageRef(str(layers), layers) for layers in parse_split("0:1,1:2", 2)))
     async with open_cluster() as cluster:
         for ref in route.stages:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import pytest
 import trio
-from attrs import evolve
 from conversations import held, reference, seen, take
 from harness import CONTEXT, THREE, TWO, WHOLE, Stages, open_stages, rest
+from msgspec.structs import replace
 
 from dgr.client.events import RePrefilled, RouteChanged
 from dgr.client.pipeline import Pipeline
 from dgr.client.session import ClientSession
 from dgr.core.route import LayerRange, Route, StageRef
-from dgr.engine.base import SamplingParams
+from dgr.core.values import SamplingParams
 from dgr.errors import InvalidLayerRange, InvalidRoute, LinkBroken
 from dgr.protocol.states import ClientState, RouteState
 
@@ -194,11 +194,11 @@ async def test_a_route_to_a_stage_that_is_not_there_leaves_the_old_one(autojump_
 
 
 async def where_it_stands(session: ClientSession) -> list[object]:
-    return [(part.position, part.digest, part.components) for part in (await session.frontier()).values()]
+    return [(report.digest, report.state) for report in (await session.state_summaries()).values()]
 
 
 async def test_a_fence_of_one_pipeline_does_not_touch_another(autojump_clock: trio.abc.Clock) -> None:
-    context = evolve(CONTEXT, n_seq_max=4)
+    context = replace(CONTEXT, n_seq_max=4)
     async with (
         open_stages(THREE, context=context) as stages,
         stages.pipeline(THREE) as mine,
@@ -219,7 +219,7 @@ async def test_a_fence_of_one_pipeline_does_not_touch_another(autojump_clock: tr
 
 
 async def test_pipelines_come_and_go_beside_one_that_stays(autojump_clock: trio.abc.Clock) -> None:
-    context = evolve(CONTEXT, n_seq_max=4)
+    context = replace(CONTEXT, n_seq_max=4)
     async with (
         open_stages(TWO, THREE, context=context) as stages,
         stages.pipeline(TWO) as stays,
@@ -241,7 +241,7 @@ async def test_pipelines_come_and_go_beside_one_that_stays(autojump_clock: trio.
 
 
 async def test_a_pipeline_that_starts_again_finds_empty_stages(autojump_clock: trio.abc.Clock) -> None:
-    context = evolve(CONTEXT, n_seq_max=1)
+    context = replace(CONTEXT, n_seq_max=1)
     async with open_stages(TWO, context=context) as stages:
         for _ in range(5):
             async with stages.pipeline(TWO) as pipeline, pipeline.session() as session:
@@ -284,7 +284,7 @@ async def _talk(pipeline: Pipeline, stages: Stages, first: int, changes: tuple[s
 
 async def test_pipelines_change_routes_against_each_other(autojump_clock: trio.abc.Clock) -> None:
     """Three pipelines over the same stages, each changing its route in the other's way."""
-    context = evolve(CONTEXT, n_seq_max=6)
+    context = replace(CONTEXT, n_seq_max=6)
     answers: dict[int, list[int]] = {}
     async with open_stages(TWO, THREE, WHOLE, context=context) as stages:
 

@@ -9,11 +9,12 @@ import trio
 from attrs import evolve
 from conversations import held, reference, seen, take
 from harness import CONTEXT, THREE, TIMEOUTS, TWO, WHOLE, kinds, open_stages, rest
+from msgspec.structs import replace
 
 from dgr.client.events import Cancelled, RePrefilled, StateLost
 from dgr.client.session import ClientSession
 from dgr.cluster.local import ShardPolicy
-from dgr.engine.base import SamplingParams
+from dgr.core.values import SamplingParams
 from dgr.engine.budget import human_bytes
 from dgr.errors import Overloaded, SessionError
 from dgr.protocol.states import ClientState
@@ -69,8 +70,8 @@ async def test_cancel_in_the_middle_lets_every_stage_come_to_the_same_position(a
         async with held(stages.shard("1:4")):
             await give_up(session.generate(PROMPT).__anext__)
         await rest()
-        frontiers = await session.frontier()
-        assert {frontier.position for frontier in frontiers.values()} == {session.committed}
+        frontiers = await session.state_summaries()
+        assert {frontier.state.position for frontier in frontiers.values()} == {session.committed}
         assert 0 < session.committed <= len(PROMPT)
         assert await take(session.generate([7], max_tokens=3)) == reference([*PROMPT, 7], 3)
 
@@ -234,7 +235,7 @@ async def test_a_step_that_waits_behind_another_dies_with_its_session(autojump_c
                 nursery.start_soon(two.prefill, PROMPT[:4])
                 await rest()
                 nursery.cancel_scope.cancel()
-                pipeline.timeouts = evolve(TIMEOUTS, control=0.0)  # its Close is answered after the hold
+                pipeline._client.timeouts = evolve(TIMEOUTS, control=0.0)  # its Close is answered after the hold
             await rest()
         await rest()
         stages.assert_consistent()
@@ -257,7 +258,7 @@ async def test_close_while_it_is_being_opened(autojump_clock: trio.abc.Clock) ->
 
 
 async def test_close_while_an_open_waits_for_a_slot(autojump_clock: trio.abc.Clock) -> None:
-    context = evolve(CONTEXT, n_seq_max=1)
+    context = replace(CONTEXT, n_seq_max=1)
     async with (
         open_stages(WHOLE, context=context) as stages,
         stages.pipeline(WHOLE) as pipeline,
@@ -355,7 +356,7 @@ async def test_work_that_comes_as_a_session_expires_is_answered(autojump_clock: 
 
 
 async def test_the_session_idle_for_longest_makes_room(autojump_clock: trio.abc.Clock) -> None:
-    context = evolve(CONTEXT, n_seq_max=2)
+    context = replace(CONTEXT, n_seq_max=2)
     async with open_stages(TWO, context=context) as stages, stages.pipeline(TWO) as pipeline:
         events = pipeline.events()
         async with pipeline.session() as one, pipeline.session() as two, pipeline.session() as three:
@@ -375,7 +376,7 @@ async def test_the_session_idle_for_longest_makes_room(autojump_clock: trio.abc.
 
 
 async def test_sessions_that_take_turns_in_one_slot(autojump_clock: trio.abc.Clock) -> None:
-    context = evolve(CONTEXT, n_seq_max=1)
+    context = replace(CONTEXT, n_seq_max=1)
     async with (
         open_stages(THREE, context=context) as stages,
         stages.pipeline(THREE) as pipeline,
@@ -392,7 +393,7 @@ async def test_sessions_that_take_turns_in_one_slot(autojump_clock: trio.abc.Clo
 async def test_busy_sessions_are_not_evicted_and_the_refusal_shows_the_arithmetic(
     autojump_clock: trio.abc.Clock,
 ) -> None:
-    context = evolve(CONTEXT, n_seq_max=1)
+    context = replace(CONTEXT, n_seq_max=1)
     async with open_stages(WHOLE, context=context) as stages, stages.pipeline(WHOLE) as pipeline:
         per_session = human_bytes(sum(stages.engines[WHOLE].memory().state.values()))
         async with pipeline.session() as one, pipeline.session() as two, trio.open_nursery() as nursery:
@@ -415,7 +416,7 @@ async def test_busy_sessions_are_not_evicted_and_the_refusal_shows_the_arithmeti
 
 
 async def test_two_answers_on_one_slot_do_not_evict_each_other_token_by_token(autojump_clock: trio.abc.Clock) -> None:
-    context = evolve(CONTEXT, n_seq_max=1)
+    context = replace(CONTEXT, n_seq_max=1)
     policy = ShardPolicy(least_idle=1.0)
     async with (
         open_stages(TWO, context=context, policy=policy) as stages,
@@ -440,7 +441,7 @@ async def test_two_answers_on_one_slot_do_not_evict_each_other_token_by_token(au
 
 async def test_an_answer_on_its_way_out_is_not_idleness(autojump_clock: trio.abc.Clock) -> None:
     """A session whose residual waits for room on the link has done its step and is not done: evicting it would lose it."""
-    context = evolve(CONTEXT, n_seq_max=1, n_batch=8)
+    context = replace(CONTEXT, n_seq_max=1, n_batch=8)
     async with (
         open_stages(TWO, context=context) as stages,
         stages.pipeline(TWO, window=3) as pipeline,  # two chunks wait at the tail, one on the head's way out

@@ -81,7 +81,7 @@ async def test_a_defect_ends_one_route_session_and_no_other(
             # Whatever the caller hears is typed; the defect itself never comes out of the shard.
             try:
                 async with stages.pipeline(TWO, retries=1) as pipeline, pipeline.session() as session:
-                    await session.frontier()
+                    await session.state_summaries()
                     with trio.move_on_after(1):
                         await take(session.generate(PROMPT, max_tokens=40))
             except DgrError:

@@ -12,8 +12,8 @@ from dgr.errors import InputError
 from dgr.selftest.fixture.vocabulary import (
     MIN_VOCAB,
     SPECIALS,
+    FixtureVocabulary,
     TokenType,
-    Vocabulary,
     build_vocabulary,
     byte_symbols,
 )
@@ -22,7 +22,7 @@ SYMBOLS = byte_symbols()
 BYTES = {symbol: byte for byte, symbol in enumerate(SYMBOLS)}
 
 
-def encode(vocab: Vocabulary, text: str) -> list[int]:
+def encode(vocab: FixtureVocabulary, text: str) -> list[int]:
     """Byte-level BPE without pre-tokenizer: merge the best-ranked pair until none is left."""
     ranks = {tuple(merge.split(" ")): rank for rank, merge in enumerate(vocab.merges)}
     ids = {token: number for number, token in enumerate(vocab.tokens)}
@@ -35,7 +35,7 @@ def encode(vocab: Vocabulary, text: str) -> list[int]:
         parts[at : at + 2] = [parts[at] + parts[at + 1]]
 
 
-def decode(vocab: Vocabulary, ids: list[int]) -> str:
+def decode(vocab: FixtureVocabulary, ids: list[int]) -> str:
     return bytes(BYTES[symbol] for token in ids for symbol in vocab.tokens[token]).decode()
 
 

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import trio
-from attrs import evolve
+from msgspec.structs import replace
 
 import dgr
 from dgr.serving import embed
@@ -89,7 +89,7 @@ class Native(Fake):
     @asynccontextmanager
     async def open(self) -> AsyncIterator[dgr.Pipeline]:
         trio.lowlevel.add_instrument(self.interrupter)
-        context = evolve(CONTEXT, n_ubatch=32)
+        context = replace(CONTEXT, n_ubatch=32)
         async with dgr.open_pipeline(self._model, "0:3,3:7", context=context, chunk=16) as pipeline:
             yield pipeline
 

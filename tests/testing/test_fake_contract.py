@@ -12,21 +12,19 @@ from pathlib import Path
 
 import pytest
 from attrs import evolve
+from msgspec.structs import replace
 
 from dgr.core.route import LayerRange
-from dgr.engine.base import (
+from dgr.core.values import (
     ContextParams,
-    EngineDescription,
-    Frontier,
     LogitsWanted,
-    MemoryReport,
     Numerics,
-    Output,
     SamplingParams,
-    ShardEngine,
+    StageIdentity,
+    StateSummary,
     TopLogprob,
-    Work,
 )
+from dgr.engine.base import MemoryReport, Output, ShardEngine, Work
 from dgr.errors import DgrError, EngineError, InputError, InvalidLayerRange
 from dgr.testing.engines.contract import EngineContract
 from dgr.testing.engines.fake import FakeEngine, FakeModel, FakeVocabulary, Fault, FaultKind, _Slot
@@ -204,9 +202,9 @@ class EverythingEverywhere(FakeEngine):
 class BlindFrontier(FakeEngine):
     """Reports where it was told to stand, not what it holds."""
 
-    def frontier(self, slot: int) -> Frontier:
-        seen = super().frontier(slot)
-        return evolve(seen, position=0 if seen.position > 100 else seen.position)
+    def state_summary(self, slot: int) -> StateSummary:
+        seen = super().state_summary(slot)
+        return replace(seen, position=0 if seen.position > 100 else seen.position)
 
 
 class MovingSample(FakeEngine):
@@ -218,7 +216,7 @@ class MovingSample(FakeEngine):
         self, logits: memoryview | bytes, history: Sequence[int], params: SamplingParams
     ) -> tuple[int, tuple[TopLogprob, ...]]:
         self.draws += 1
-        return super().sample(logits, history, evolve(params, seed=params.seed + self.draws))
+        return super().sample(logits, history, replace(params, seed=params.seed + self.draws))
 
 
 class DeafSample(FakeEngine):
@@ -267,15 +265,15 @@ class LastRowAlone(FakeEngine):
 class CannotDecode(FakeEngine):
     """Says that it does not execute what an engine is for."""
 
-    def describe(self) -> EngineDescription:
-        return evolve(super().describe(), capabilities={"decode": "reserved"})
+    def describe(self) -> StageIdentity:
+        return replace(super().describe(), capabilities={"decode": "reserved"})
 
 
 class HalfPromise(FakeEngine):
     """Offers a capability with a status that nobody knows."""
 
-    def describe(self) -> EngineDescription:
-        return evolve(super().describe(), capabilities={"decode": "executable", "telepathy": "perhaps"})
+    def describe(self) -> StageIdentity:
+        return replace(super().describe(), capabilities={"decode": "executable", "telepathy": "perhaps"})
 
 
 MUTANTS = [
@@ -322,16 +320,16 @@ def test_contract_catches(mutant: type[FakeEngine]) -> None:
 class Native(FakeEngine):
     """Does not promise that other batches have the same bits."""
 
-    def describe(self) -> EngineDescription:
+    def describe(self) -> StageIdentity:
         about = super().describe()
-        return evolve(about, context=evolve(about.context, numerics=Numerics.NATIVE))
+        return replace(about, context=replace(about.context, numerics=Numerics.NATIVE))
 
 
 class Sideband(FakeEngine):
     """Says that every stage needs the ids."""
 
-    def describe(self) -> EngineDescription:
-        return evolve(super().describe(), token_sideband=True)
+    def describe(self) -> StageIdentity:
+        return replace(super().describe(), token_sideband=True)
 
 
 EXACT = {
@@ -368,7 +366,7 @@ def test_what_an_engine_does_not_promise_is_skipped_with_the_reason(
     engine: type[FakeEngine], model: FakeModel, n_seq_max: int, skipped: set[str], reason: str
 ) -> None:
     class Contract(EngineContract):
-        context = evolve(CONTEXT, n_ctx=200, n_seq_max=n_seq_max)
+        context = replace(CONTEXT, n_ctx=200, n_seq_max=n_seq_max)
 
         def make(self, layers: LayerRange | None, context: ContextParams) -> ShardEngine:
             return engine(layers, context, model=model)
@@ -381,7 +379,7 @@ def test_what_an_engine_does_not_promise_is_skipped_with_the_reason(
 
 
 ONE_SLOT = """
-from attrs import evolve
+from msgspec.structs import replace
 
 from dgr.testing import EngineContract, FakeEngine
 
@@ -390,7 +388,7 @@ class TestOneSlot(EngineContract):
     def make(self, layers, context):
         return FakeEngine(layers, context)
 
-    context = evolve(EngineContract.context, n_seq_max=1)
+    context = replace(EngineContract.context, n_seq_max=1)
 """
 
 
@@ -481,7 +479,7 @@ def test_greedy_text_is_printable_and_ends() -> None:
     ("layers", "context", "error"),
     [
         (LayerRange(3, 9), CONTEXT, InvalidLayerRange),
-        (None, evolve(CONTEXT, n_ubatch=17), InputError),
+        (None, replace(CONTEXT, n_ubatch=17), InputError),
     ],
 )
 def test_refuses_what_it_cannot_load(layers: LayerRange | None, context: ContextParams, error: type[DgrError]) -> None:

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from msgspec import Meta, inspect
 from wire_samples import DIGEST, FLASH, MEMBERS, SMALL, boundary, extreme, key, raw, type_of, values
 
+from dgr.core.values import ContextParams, Expectation, Key, SamplingParams, StageIdentity
 from dgr.errors import FrameError
 from dgr.wire import frames
-from dgr.wire.frames import Boundary, Expectation, Frame, Key, Logits, Sampling, Tokens
+from dgr.wire.frames import Boundary, Frame, Logits, Tokens
 from dgr.wire.framing import encode
 
 members = pytest.mark.parametrize("member", MEMBERS, ids=lambda member: member.__name__)
@@ -52,7 +53,7 @@ def test_frames_are_values() -> None:
 
 
 def test_a_sampling_of_whole_numbers_is_the_same_sampling() -> None:
-    whole = Sampling(1, 0, 1, 0, 1, 0, 0, -1, 0, 0, 0)
+    whole = SamplingParams(1, 0, 1, 0, 1, 0, 0, -1, 0, 0, 0)
     frame = Tokens(key(), 1, Expectation(0, DIGEST), (1,), 1, whole)
     back = frames.decode(frames.encode_message(frame))
     assert isinstance(back, Tokens)
@@ -82,10 +83,14 @@ def _wrong(schema: Any, value: Any) -> Iterator[Any]:
                 yield bytes(schema.min_length - 1)
         case inspect.StrType():
             yield from ("x" * (schema.max_length + 1), b"x", None, 1)
+        case inspect.EnumType(cls=cls) if issubclass(cls, str):
+            yield from ("no such member", "", 1, None)
         case inspect.EnumType():
             yield from (max(schema.cls) + 1, -1, max(schema.cls).name, None)
         case inspect.UnionType(types=types):
-            yield from (1, "x", b"x", [])
+            yield from (1, "x", b"x")
+            if all(not isinstance(one, inspect.StructType) or any(f.required for f in one.fields) for one in types):
+                yield []  # not where every field has a default
             for one in types:
                 if isinstance(one, inspect.StructType):
                     for bad in _wrong(one, value):
@@ -104,11 +109,19 @@ def _wrong(schema: Any, value: Any) -> Iterator[Any]:
             for place, item in enumerate(items):
                 for bad in _wrong(item, value[place]):
                     yield [*value[:place], bad, *value[place + 1 :]]
+        case inspect.DictType():
+            yield from (None, 1, [], {"x" * (schema.key_type.max_length + 1): ""})
+            yield {str(index): "" for index in range(schema.max_length + 1)}
+            for bad in _wrong(schema.value_type, ""):
+                yield {"key": bad}
         case inspect.StructType():
-            yield from (None, 1, [*value, 0], [*value, None], [])
+            yield from (None, 1, [*value, 0], [*value, None])
+            if any(field.required for field in schema.fields):
+                yield []
             first = 0 if schema.tag is None else 1
-            required = first + sum(field.required for field in schema.fields)
-            yield value[: required - 1]
+            required = sum(field.required for field in schema.fields)
+            if required:
+                yield value[: first + required - 1]
             for place, field in enumerate(schema.fields, first):
                 for bad in _wrong(field.type, value[place]):
                     yield [*value[:place], bad, *value[place + 1 :]]
@@ -127,6 +140,27 @@ def test_every_wrong_value_of_every_field_is_refused(member: type[msgspec.Struct
             frames.decode(data)
         count += 1
     assert count >= 7 * len(schema.fields)
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        (("layers",), [0, 0]),  # a stage of no layers would fit before any head
+        (("layers",), [3, 2]),
+        (("context", "numerics"), "fast"),
+        (("context", "n_ctx"), 0),
+        (("context", "n_seq_max"), 2**31),
+    ],
+)
+def test_an_identity_that_makes_no_sense_is_no_message(path: tuple[str, ...], value: object) -> None:
+    hello = extreme(type_of(frames.Hello), True, n_items=2)
+    wire = msgspec.msgpack.decode(frames.encode_message(hello))
+    part, names = wire[1 + frames.Hello.__struct_fields__.index("identity")], StageIdentity.__struct_fields__
+    for name in path[:-1]:
+        part, names = part[names.index(name)], ContextParams.__struct_fields__
+    part[names.index(path[-1])] = value
+    with pytest.raises(msgspec.DecodeError):
+        frames.decode(msgspec.msgpack.encode(wire))
 
 
 def test_unknown_tags_are_refused() -> None:
@@ -173,10 +207,10 @@ SEQUENCES = {
     "Tokens.tokens": "token ids",
     "Boundary.tokens": "token ids",
     "Token.top": "log-probabilities beside one token",
-    "Frontier.components": "counts and a digest per component",
-    "Identity.components": "names",
-    "Identity.capabilities": "pairs of names",
-    "Identity.devices": "names",
+    "StateSummary.components": "counts and a digest per component",
+    "StageIdentity.components": "names",
+    "StageIdentity.capabilities": "pairs of names",
+    "StageIdentity.devices": "names",
     "Hello.wants": "names",
 }
 #: Members that announce a payload; what it holds is checked by size.
@@ -220,6 +254,13 @@ def _suspects(schema: Any, where: str, repeated: bool) -> Iterator[str]:
             if schema.max_length is None:
                 yield f"{where}: a sequence without a bound"
             yield from _suspects(schema.item_type, where, True)
+        case inspect.DictType():
+            if where not in SEQUENCES or repeated:
+                yield f"{where}: a map of something"
+            if schema.max_length is None:
+                yield f"{where}: a map without a bound"
+            yield from _suspects(schema.key_type, where, True)
+            yield from _suspects(schema.value_type, where, True)
         case inspect.TupleType():
             for item in schema.item_types:
                 yield from _suspects(item, where, repeated)
@@ -349,7 +390,7 @@ def test_a_work_header_does_not_grow_with_the_context_but_for_the_width_of_a_num
 
 
 def test_an_answer_to_one_token_is_small() -> None:
-    for member in (frames.Advanced, frames.CacheMiss, frames.StaleEpoch, frames.Cancelled, frames.Opened):
+    for member in (frames.Advanced, frames.CacheMiss, frames.StaleEpoch, frames.WorkSkipped, frames.Opened):
         assert _header(extreme(type_of(member), True)) <= 128
     assert len(raw(frames.Token(key(), 1, 1, 1))) <= 64
 

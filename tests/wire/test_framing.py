@@ -29,9 +29,10 @@ from wire_samples import (
     type_of,
 )
 
+from dgr.core.values import Expectation
 from dgr.errors import FrameError
 from dgr.wire import frames
-from dgr.wire.frames import Boundary, Expectation, Frame, Logits, Ping, Pong, Tokens
+from dgr.wire.frames import Boundary, Frame, Logits, Ping, Pong, Tokens
 from dgr.wire.framing import HEADER_SIZE, Framer, Limits, Received, encode
 
 MESSAGE, FRAGMENT = 1, 2

@@ -14,10 +14,11 @@ from attrs import evolve, frozen
 from trio.testing import MockClock, check_two_way_stream, wait_all_tasks_blocked
 from wire_samples import DIGEST, FLASH, ROUTE, SMALL, boundary, key, logits, raw
 
+from dgr.core.values import Expectation, Key, SamplingParams
 from dgr.errors import ClosedError, FrameError, LinkBroken, Overloaded
 from dgr.testing.network.relay import Relay, open_relay
-from dgr.wire import frames, links
-from dgr.wire.frames import Boundary, Credit, Expectation, Frame, Ping, Pong, Refusal, Refused, Sampling, Token, Tokens
+from dgr.wire import links
+from dgr.wire.frames import Boundary, Credit, Frame, Ping, Pong, Refusal, Refused, Token, Tokens
 from dgr.wire.framing import HEADER_SIZE, Limits, Received
 from dgr.wire.links import Link, open_link
 from dgr.wire.memory import memory_transports
@@ -670,9 +671,9 @@ async def test_statistics_count_frames_and_bytes_exactly(autojump_clock: MockClo
 
 @pytest.mark.parametrize("n_tokens", [1, 4])
 async def test_a_boundary_costs_its_payload_and_at_most_320_bytes(n_tokens: int, autojump_clock: MockClock) -> None:
-    sampling = Sampling(0.7, 2**31 - 1, 0.9, 0.1, 1.1, 0.1, 0.1, 2**31 - 1, 2**63 - 1, 2**32 - 1, 64)
+    sampling = SamplingParams(0.7, 2**31 - 1, 0.9, 0.1, 1.1, 0.1, 0.1, 2**31 - 1, 2**63 - 1, 2**32 - 1, 64)
     size = 4 * n_tokens * FLASH.boundary_width
-    whose = frames.Key(ROUTE, 2**63 - 1, 2**63 - 1)
+    whose = Key(ROUTE, 2**63 - 1, 2**63 - 1)
     tokens = (2**31 - 1,) * n_tokens
     frame = Boundary(whose, 2**63 - 1, Expectation(2**32 - 1, DIGEST), tokens, 2, sampling, size)
     async with linked(FLASH) as pair:

@@ -11,8 +11,10 @@ import msgspec
 from hypothesis import strategies as st
 from msgspec import inspect
 
+from dgr.core.route import LayerRange
+from dgr.core.values import Expectation, Key, LogitsWanted
 from dgr.wire import frames
-from dgr.wire.frames import Boundary, Expectation, Frame, Key, Logits
+from dgr.wire.frames import Boundary, Frame, Logits
 from dgr.wire.framing import Limits, Packet, encode
 
 MEMBERS: tuple[type[msgspec.Struct], ...] = typing.get_args(Frame)
@@ -34,7 +36,9 @@ def boundary(session: int = 1, seq: int = 1, n_tokens: int = 1, limits: Limits =
     """A work frame and a payload that tells it from any other."""
     size = 4 * n_tokens * limits.boundary_width
     payload = random.Random(f"{session}/{seq}").randbytes(size)
-    return Boundary(key(session), seq, Expectation(seq, DIGEST), (1,) * n_tokens, 0, None, size), payload
+    return Boundary(
+        key(session), seq, Expectation(seq, DIGEST), (1,) * n_tokens, LogitsWanted.NONE, None, size
+    ), payload
 
 
 def logits(session: int = 1, seq: int = 1, n_rows: int = 1, limits: Limits = SMALL) -> tuple[Logits, bytes]:
@@ -88,6 +92,13 @@ def extreme(schema: Any, greatest: bool, n_items: int | None = None) -> Any:
             count = schema.max_length if greatest else schema.min_length or 0
             count = count if n_items is None else max(schema.min_length or 0, min(count, n_items))
             return (extreme(item, greatest, n_items),) * count
+        case inspect.DictType():
+            count = schema.max_length if greatest else 0
+            count = count if n_items is None else min(count, n_items)
+            key, value = extreme(schema.key_type, greatest), extreme(schema.value_type, greatest)
+            return {f"{index:04}{key}"[: schema.key_type.max_length]: value for index in range(count)}
+        case inspect.StructType(cls=cls) if cls is LayerRange:  # of which not every pair of numbers is one
+            return LayerRange(2**32 - 2, 2**32 - 1) if greatest else LayerRange(0, 1)
         case inspect.StructType():
             return schema.cls(*(extreme(field.type, greatest, n_items) for field in schema.fields))
         case _:
@@ -119,6 +130,11 @@ def values(schema: Any) -> st.SearchStrategy[Any]:
             return st.tuples(*map(values, items))
         case inspect.VarTupleType(item_type=item):
             return st.lists(values(item), min_size=schema.min_length or 0, max_size=8).map(tuple)
+        case inspect.DictType(key_type=key, value_type=value):
+            return st.dictionaries(values(key), values(value), max_size=4)
+        case inspect.StructType(cls=cls) if cls is LayerRange:
+            ends = st.lists(values(schema.fields[0].type), min_size=2, max_size=2, unique=True).map(sorted)
+            return ends.map(lambda pair: LayerRange(*pair))
         case inspect.StructType():
             return st.builds(schema.cls, *(values(field.type) for field in schema.fields))
         case _:

@@ -10,7 +10,7 @@ import msgspec
 from dgr import LayerRange, Numerics
 from dgr.core.route import parse_split
 from dgr.v4.hyper_parameters import HyperParameters
-from dgr.v4.state_map import ContextShape, expected_frontier, state_map
+from dgr.v4.state_map import ContextShape, expected_state, state_map
 from dgr_bench.benchmark import Units
 from dgr_bench.certify.measurements import Cancellation, CleanUp, LengthRun, MemoryAt
 from dgr_bench.certify.profiles import Profile
@@ -197,7 +197,7 @@ def _closed_forms(raw: Raw) -> Check:
         for state in states:
             layers = LayerRange.parse(state.layers)
             owned = state_map(raw.hp, layers, raw.shape()).owned
-            expected = expected_frontier(raw.hp, layers, raw.shape(), position)
+            expected = expected_state(raw.hp, layers, raw.shape(), position)
             tally.same(f"{where}, components of stage {state.layers}", len(state.components), len(expected))
             for part, want, map_ in zip(state.components, expected, owned, strict=False):
                 has = (part.name, part.n_layers, part.capacity, part.rows_min, part.rows_max)

@@ -233,7 +233,7 @@ async def clean_up(stages: Stages, profile: Profile, n_vocab: int) -> CleanUp:
             leased = stages.leased_bytes() or 0
             began = trio.current_time()
         seconds = _elapsed(began)
-    rows = sum(part.rows_max for engine in stages.engines for part in engine.frontier(0).components)
+    rows = sum(part.rows_max for engine in stages.engines for part in engine.state_summary(0).components)
     return CleanUp(leased_bytes=leased, seconds=seconds, left_bytes=stages.leased_bytes() or 0, left_rows=rows)
 
 

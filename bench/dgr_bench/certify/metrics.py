@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dgr import LayerRange, Numerics
-from dgr.v4.state_map import expected_frontier, state_map
+from dgr.v4.state_map import expected_state, state_map
 from dgr_bench.benchmark import Units
 from dgr_bench.certify.checks import Raw, not_certified
 from dgr_bench.certify.profiles import Profile
@@ -93,7 +93,7 @@ def _in_use(raw: Raw, layers: str, components: Sequence[Any]) -> int:
 
 def _formula(raw: Raw, layers: LayerRange, n_tokens: int) -> int:
     sizes = _row_bytes(raw, str(layers))
-    expected = expected_frontier(raw.hp, layers, raw.shape(), n_tokens)
+    expected = expected_state(raw.hp, layers, raw.shape(), n_tokens)
     return sum(sizes[part.component.value] * part.rows for part in expected)
 
 

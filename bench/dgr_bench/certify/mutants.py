@@ -14,10 +14,12 @@ from typing import Any, ClassVar
 
 import msgspec
 from attrs import evolve, frozen
+from msgspec.structs import replace
 
 from dgr import Artifact, SamplingParams, ShardEngine
 from dgr.core.route import parse_split
-from dgr.engine.base import Frontier, LogitsWanted, MemoryReport, Output, TopLogprob, Work
+from dgr.core.values import LogitsWanted, StateSummary, TopLogprob
+from dgr.engine.base import MemoryReport, Output, Work
 from dgr.selftest.fixture.cached import cached_fixture
 from dgr.testing.engines.mutants import Mutant, OffByOne, StaleChunk, StaleRow, SwappedSideband
 from dgr_bench.benchmark import Group, Scratch, Store, Unit, Units, measure
@@ -147,18 +149,18 @@ class SilentNan(OtherLogits):
 class MissingRow(Mutant):
     """One row of a component is not there."""
 
-    def frontier(self, slot: int) -> Frontier:
-        frontier = self.engine.frontier(slot)
+    def state_summary(self, slot: int) -> StateSummary:
+        frontier = self.engine.state_summary(slot)
         first, *others = frontier.components
-        return evolve(frontier, components=(evolve(first, rows_min=max(0, first.rows_min - 1)), *others))
+        return replace(frontier, components=(replace(first, rows_min=max(0, first.rows_min - 1)), *others))
 
 
 class OtherPosition(Mutant):
     """A stage says that it holds one token more."""
 
-    def frontier(self, slot: int) -> Frontier:
-        frontier = self.engine.frontier(slot)
-        return evolve(frontier, position=frontier.position + 1)
+    def state_summary(self, slot: int) -> StateSummary:
+        frontier = self.engine.state_summary(slot)
+        return replace(frontier, position=frontier.position + 1)
 
 
 class MoreMemory(Mutant):

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import msgspec
 
-from dgr.engine.base import ContextParams, Numerics
+from dgr.core.values import ContextParams, Numerics
 from dgr.errors import InputError
 from dgr_bench.results import digest_of
 

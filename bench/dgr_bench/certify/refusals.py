@@ -16,6 +16,7 @@ import trio
 from attrs import evolve
 
 from dgr import DgrError, Route, StageRef
+from dgr.core.values import LogitsWanted
 from dgr.errors import SessionLost
 from dgr.protocol.limits import limits_of
 from dgr.selftest.chain import pieces, some_tokens
@@ -78,7 +79,9 @@ class _Session:
         """Tokens that follow what was sent before, unless ``before``, ``epoch`` or ``session`` say otherwise."""
         session = changes.pop("session", _SESSION)
         expected = self.tokens if before is None else before
-        return self.client.work(session, self.seq(), tokens, expected, logits=0, sampling=None, **changes)
+        return self.client.work(
+            session, self.seq(), tokens, expected, logits=LogitsWanted.NONE, sampling=None, **changes
+        )
 
     async def say(self, frame: frames.Frame) -> tuple[str, str]:
         """Say something to the head; the tail answers, or whichever stage refuses."""
@@ -88,9 +91,9 @@ class _Session:
     async def states(self) -> list[StageState]:
         seq = self.seq()
         with trio.fail_after(_WAIT):
-            found = await self.client.ask_all(lambda _index, _ref: frames.Probe(self.client.key(_SESSION), seq))
+            found = await self.client.ask_all(lambda _index, _ref: frames.QueryState(self.client.key(_SESSION), seq))
         both = zip(self.client.route.stages, found, strict=True)
-        return [StageState.of(str(ref.layers), frame) for ref, frame in both if isinstance(frame, frames.Frontier)]
+        return [StageState.of(str(ref.layers), frame) for ref, frame in both if isinstance(frame, frames.StateReport)]
 
     async def feed(self, tokens: Sequence[int], chunk: int) -> tuple[str, str]:
         """Commit tokens; the answer to the last chunk. Raises :class:`SessionLost` when one before it is refused."""
@@ -186,7 +189,7 @@ async def _narrow(session: _Session, stages: Stages) -> tuple[str, str]:
     shard = stages.shard(second.address)
     limits = evolve(limits_of(shard.description), boundary_width=shard.description.width_in - 1)
     payload, right = bytes(4 * limits.boundary_width), session.work([1])
-    frame = frames.Boundary(right.key, right.seq, right.expect, (1,), 0, None, payload=len(payload))
+    frame = frames.Boundary(right.key, right.seq, right.expect, (1,), LogitsWanted.NONE, None, payload=len(payload))
     async with _open_stranger(shard, limits, first.address) as link:
         await link.send(frame, payload)
         return await _heard(link)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import msgspec
 import trio
-from attrs import evolve
+from msgspec.structs import replace
 
 from dgr import Artifact, ContextParams, LayerRange
 from dgr.cli.children import python_module, spelled_out
@@ -47,7 +47,7 @@ async def resident_with(artifact: Artifact, ranges: Sequence[LayerRange], contex
 async def _measure(model: str, split: str, context: ContextParams) -> Resident:
     artifact = Artifact.open(model)
     ranges = parse_split(split, artifact.hp.n_layers)
-    await _loaded(artifact, ranges, evolve(context, n_ctx=1))  # libraries, tables, the allocator: once a process
+    await _loaded(artifact, ranges, replace(context, n_ctx=1))  # libraries, tables, the allocator: once a process
     before = resident_bytes()
     return Resident(before=before, loaded=await _loaded(artifact, ranges, context))
 

@@ -26,7 +26,8 @@ from typing import Any, ClassVar
 
 import msgspec
 import trio
-from attrs import evolve, field, frozen
+from attrs import field, frozen
+from msgspec.structs import replace
 
 from dgr import (
     Artifact,
@@ -135,7 +136,7 @@ class CertifyJob:
             contexts = sorted({ContextShape(n_tokens).n_ctx_seq for n_tokens in (*profile.lengths, profile.n_ctx)})
 
             async def memory(n_ctx: int, _: None) -> Any:
-                return await memory_at(job.artifact, job.ranges, evolve(profile.context, n_ctx=n_ctx), job.wrap)
+                return await memory_at(job.artifact, job.ranges, replace(profile.context, n_ctx=n_ctx), job.wrap)
 
             async def refuse(stages: Stages) -> Any:
                 return {"refusals": await refusals(stages, job.refusal_cases)}
@@ -220,7 +221,7 @@ class CertifyJob:
     async def _open_refusals(self) -> AsyncIterator[Stages]:
         """The stages with a small context, for two sessions; beside them a stage of another model."""
         ranges = self.ranges if len(self.ranges) > 1 else _halves(self.ranges[0])
-        context = evolve(self.plan.context, n_ctx=REFUSALS_CONTEXT, n_batch=64, n_ubatch=64, n_seq_max=2)
+        context = replace(self.plan.context, n_ctx=REFUSALS_CONTEXT, n_batch=64, n_ubatch=64, n_seq_max=2)
         foreign = await trio.to_thread.run_sync(partial(cached_fixture, "mixed", preset="min", seed=1))
         async with open_stages(self.artifact, ranges, context, self.wrap) as stages:
             assert stages.cluster is not None

@@ -19,7 +19,7 @@ from dgr import ClientSession, Generation, LinkPolicy, Pipeline, Timeouts, open_
 from dgr.client.events import RePrefilled, RouteChanged, RouteDown, StateLost, so_far
 from dgr.cluster.remote import RemoteConnector
 from dgr.cluster.route_file import RouteFile
-from dgr.engine.base import ContextParams
+from dgr.core.values import ContextParams
 from dgr.errors import DeadlineExceeded, DgrError
 from dgr.selftest.chain import some_tokens
 from dgr.testing.network.processes import Program, is_gone, open_up, write_route

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import trio
-from attrs import evolve, field, frozen
+from attrs import field, frozen
+from msgspec.structs import replace
 
 from dgr import Artifact, ContextParams, Numerics, ShardEngine
 from dgr.client.events import StateLost, so_far
@@ -160,7 +161,7 @@ async def run_length(job: FrontierJob, length: int, subjects: Sequence[Subject])
 async def open_upstream(job: FrontierJob) -> AsyncIterator[LlamaBench]:
     """llama-bench with the settings of one stage; a test of one token says whether it is of the same pin."""
     assert job.llama_bench is not None
-    context = evolve(job.context("one"), numerics=Numerics.NATIVE)
+    context = replace(job.context("one"), numerics=Numerics.NATIVE)
     commit = build_info()["llama_cpp_commit"]
     theirs = LlamaBench(job.llama_bench, commit, job.artifact.file.path, context, threads=1)
     await theirs.blocks(0, 1, 1)
@@ -170,7 +171,7 @@ async def open_upstream(job: FrontierJob) -> AsyncIterator[LlamaBench]:
 async def run_upstream(job: FrontierJob, length: int, theirs: LlamaBench) -> BesideUpstream:
     """One stage in native numerics, and llama-bench after it, at the same depth; a context as long as the test."""
     decode, artifact = job.plan.decode, job.artifact
-    context = evolve(theirs.context, n_ctx=length + decode)
+    context = replace(theirs.context, n_ctx=length + decode)
     async with (
         open_stages(artifact, job.layers("one"), context) as stages,
         stages.pipeline(job.plan.chunk) as pipeline,

@@ -11,7 +11,8 @@ from typing import Any, TypeAlias
 
 import msgspec
 import trio
-from attrs import asdict, evolve, frozen
+from attrs import frozen
+from msgspec.structs import replace
 
 from dgr import ContextParams, Numerics, Pipeline, open_pipeline, open_route
 from dgr.engine.native import build_info
@@ -137,9 +138,9 @@ def comparisons(model: Path, plan: OverheadPlan, llama_bench: Path) -> list[Comp
     async def in_two_processes() -> AsyncIterator[Sides]:
         tokens, native = plan.tokens["decode"], plan.context("decode", Numerics.NATIVE)
         # A stage takes no batch longer than its context, and would not be the one that the route asks for.
-        native = evolve(native, n_ctx=max(native.n_ctx, native.n_batch))
+        native = replace(native, n_ctx=max(native.n_ctx, native.n_batch))
         with tempfile.TemporaryDirectory() as folder:
-            settings = asdict(native) | {"numerics": native.numerics.value}
+            settings = msgspec.structs.asdict(native) | {"numerics": native.numerics.value}
             file = write_route(Path(folder) / "route.toml", model, plan.split, **settings)
             async with open_up(file), open_route(file) as two, open_pipeline(model, context=native) as whole:
                 yield _runs(two, "decode", tokens), _runs(whole, "decode", tokens)

@@ -20,6 +20,7 @@ from attrs import frozen
 
 from dgr.cli.children import python_module
 from dgr.cli.keys import make_keys
+from dgr.core.values import Expectation, Key, LogitsWanted, SamplingParams
 from dgr.errors import DgrError, LinkBroken
 from dgr.testing.network.proxy import FaultyProxy, open_proxy
 from dgr.v4.hyper_parameters import V4_FLASH
@@ -29,9 +30,9 @@ from dgr.wire.tcp import Credentials, accept_tls, dial, listen
 #: Links of V4 Flash: the residual stream is four times as wide as the model.
 WIDTH = 4 * V4_FLASH.n_embd
 LIMITS = Limits(n_batch=512, boundary_width=WIDTH, n_vocab=V4_FLASH.n_vocab)
-_KEY = frames.Key(bytes(16), 1, 1)
+_KEY = Key(bytes(16), 1, 1)
 #: As a decode step carries it to the tail.
-_SAMPLING = frames.Sampling(0.7, 40, 0.95, 0.05, 1.1, 0.1, 0.1, -1, 2**32 - 1, 0, 0)
+_SAMPLING = SamplingParams(0.7, 40, 0.95, 0.05, 1.1, 0.1, 0.1, -1, 2**32 - 1, 0, 0)
 _HOST = "127.0.0.1"
 #: Seconds for a TLS handshake.
 _HANDSHAKE = 10.0
@@ -48,9 +49,11 @@ def payload_bytes(n_tokens: int) -> int:
 
 def _boundary(n_tokens: int) -> frames.Boundary:
     """A frame as a stage sends it, late in a long context: its numbers take all their bytes."""
-    expect = frames.Expectation(1_000_000, bytes(16))
+    expect = Expectation(1_000_000, bytes(16))
     tokens = (V4_FLASH.n_vocab - 1,) * n_tokens
-    return frames.Boundary(_KEY, 1_000_000, expect, tokens, 1, _SAMPLING, payload=payload_bytes(n_tokens))
+    return frames.Boundary(
+        _KEY, 1_000_000, expect, tokens, LogitsWanted.LAST, _SAMPLING, payload=payload_bytes(n_tokens)
+    )
 
 
 # --- the far side ----------------------------------------------------------------------------------------------------

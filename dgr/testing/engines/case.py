@@ -10,7 +10,8 @@ from unittest import SkipTest
 from attrs import field, frozen
 
 from dgr.core.route import LayerRange
-from dgr.engine.base import ContextParams, Numerics, ShardEngine
+from dgr.core.values import ContextParams, Numerics
+from dgr.engine.base import ShardEngine
 from dgr.errors import DgrError
 from dgr.selftest.chain import Chain
 

@@ -16,7 +16,8 @@ import struct
 from collections.abc import Sequence
 
 from dgr.core.route import LayerRange
-from dgr.engine.base import Frontier, LogitsWanted, SamplingParams, ShardEngine, Work
+from dgr.core.values import LogitsWanted, SamplingParams, StateSummary
+from dgr.engine.base import ShardEngine, Work
 from dgr.errors import EngineError
 from dgr.selftest.chain import Chain
 from dgr.testing.engines.case import as_bytes, check, check_equal, refused
@@ -130,7 +131,7 @@ class EngineContract(RefusalChecks):
             largest = chain.tail.describe().context.n_batch
             expected = None
             for chunk in (largest, 1, 5, largest - 1):
-                seen = (chain.prefill(tokens, chunk=chunk), [_digests(part) for part in chain.frontiers(0)])
+                seen = (chain.prefill(tokens, chunk=chunk), [_digests(part) for part in chain.summaries(0)])
                 expected = expected or seen
                 check_equal(seen, expected, f"logits and digests in chunks of {chunk}, against chunks of {largest}")
                 chain.close(0)
@@ -144,12 +145,12 @@ class EngineContract(RefusalChecks):
             room = about.context.n_batch // len(slots)
             prompts = [self.prompt(chain.tail, 3 * room - 2 * slot - 1, kind=slot) for slot in slots]
             together = self._merged(chain, prompts, room)
-            digests = [[_digests(part) for part in chain.frontiers(slot)] for slot in slots]
+            digests = [[_digests(part) for part in chain.summaries(slot)] for slot in slots]
             for slot, prompt in zip(slots, prompts, strict=True):
                 chain.close(slot)
                 alone = chain.prefill(prompt, chunk=room, slot=slot)
                 check_equal(alone, together[slot], f"logits of slot {slot}, alone and merged")
-                seen = [_digests(part) for part in chain.frontiers(slot)]
+                seen = [_digests(part) for part in chain.summaries(slot)]
                 check_equal(seen, digests[slot], f"digests of slot {slot}, alone and merged")
 
     def _merged(self, chain: Chain, prompts: Sequence[Sequence[int]], room: int) -> list[bytes]:
@@ -189,16 +190,16 @@ class EngineContract(RefusalChecks):
                 if done < position <= len(tokens):
                     chain.advance(tokens[done:position], chunk=chunk, begin=done)
                     done = position
-                    for engine, frontier in zip(chain.engines, chain.frontiers(0), strict=True):
+                    for engine, summary in zip(chain.engines, chain.summaries(0), strict=True):
                         check_equal(engine.position(0), position, "position()")
-                        check_equal(frontier.position, position, "frontier().position")
-                        self._check_frontier(engine, frontier)
+                        check_equal(summary.position, position, "state_summary().position")
+                        self._check_report(engine, summary)
 
-    def _check_frontier(self, engine: ShardEngine, frontier: Frontier) -> None:
+    def _check_report(self, engine: ShardEngine, summary: StateSummary) -> None:
         about = engine.describe()
-        names = tuple(part.name for part in frontier.components)
-        check_equal(names, about.components, "frontier() tells of the components that are owned, in order")
-        for part in frontier.components:
+        names = tuple(part.name for part in summary.components)
+        check_equal(names, about.components, "state_summary() tells of the components that are owned, in order")
+        for part in summary.components:
             check(0 <= part.rows_min <= part.rows_max <= part.capacity, f"rows of {part.name} within its capacity")
             check(0 < part.n_layers <= len(about.layers), f"layers of {part.name} within the range")
             check_equal(len(bytes.fromhex(part.digest)), 16, f"digest of {part.name}, bytes")
@@ -206,30 +207,30 @@ class EngineContract(RefusalChecks):
     def test_close_clears(self) -> None:
         with self.cut_in_two() as chain:
             tokens = self.prompt(chain.tail)
-            never_used = chain.frontiers(0)
+            never_used = chain.summaries(0)
             check_equal([part.position for part in never_used], [0, 0], "position of a slot that was never used")
             first = chain.prefill(tokens, chunk=16)
-            used = chain.frontiers(0)
-            check(used != never_used, "a frontier tells a used slot from an empty one")
+            used = chain.summaries(0)
+            check(used != never_used, "a state summary tells a used slot from an empty one")
             for engine in chain.engines:
                 engine.close(0)
                 engine.close(0)  # again: harmless
                 check_equal(engine.position(0), 0, "position of a closed slot")
-            check_equal(chain.frontiers(0), never_used, "frontier of a closed slot")
+            check_equal(chain.summaries(0), never_used, "state summary of a closed slot")
             check_equal(chain.prefill(tokens, chunk=16), first, "logits from a slot that was used before")
-            check_equal(chain.frontiers(0), used, "frontier of a slot that was used before")
+            check_equal(chain.summaries(0), used, "state summary of a slot that was used before")
 
     def test_slots_do_not_touch(self) -> None:
         with self.cut_in_two() as chain:
             self.needs_slots(chain.tail, 2)
             mine, theirs = self.prompt(chain.tail), self.prompt(chain.tail, 50, kind=1)
             undisturbed = chain.prefill(mine, chunk=16)
-            before = chain.frontiers(0)
+            before = chain.summaries(0)
             for _ in range(3):
                 chain.prefill(theirs, chunk=16, slot=1)
-                check_equal(chain.frontiers(0), before, "frontier of slot 0 while slot 1 runs")
+                check_equal(chain.summaries(0), before, "state summary of slot 0 while slot 1 runs")
                 chain.close(1)
-                check_equal(chain.frontiers(0), before, "frontier of slot 0 when slot 1 is closed")
+                check_equal(chain.summaries(0), before, "state summary of slot 0 when slot 1 is closed")
             after = as_bytes(chain.run([Work(0, len(mine), theirs[:1], logits=LogitsWanted.LAST)])[0].logits)
             chain.close(0)
             check_equal(chain.prefill(mine, chunk=16), undisturbed, "logits of the prompt, again")
@@ -305,7 +306,7 @@ class EngineContract(RefusalChecks):
             check_equal((engine.describe(), engine.memory()), (about, memory), "what a stopped engine says of itself")
             with refused(EngineError, "work for a stopped engine"):
                 engine.run([Work(0, 3, tokens)])
-            for method in (engine.position, engine.close, engine.frontier):
+            for method in (engine.position, engine.close, engine.state_summary):
                 with refused(EngineError, "a slot of a stopped engine"):
                     method(0)
             engine.abort()  # harmless
@@ -320,6 +321,6 @@ class EngineContract(RefusalChecks):
             engine.close(0)
 
 
-def _digests(frontier: Frontier) -> list[tuple[str, str]]:
+def _digests(summary: StateSummary) -> list[tuple[str, str]]:
     """What must not depend on how the tokens came: counts may (a ring keeps more rows after larger chunks)."""
-    return [(part.name, part.digest) for part in frontier.components]
+    return [(part.name, part.digest) for part in summary.components]

@@ -23,18 +23,16 @@ from enum import Enum
 from attrs import frozen
 
 from dgr.core.route import LayerRange
-from dgr.engine.base import (
-    ComponentFrontier,
+from dgr.core.values import (
+    ComponentSummary,
     ContextParams,
-    EngineDescription,
-    Frontier,
     LogitsWanted,
-    MemoryReport,
-    Output,
     SamplingParams,
+    StageIdentity,
+    StateSummary,
     TopLogprob,
-    Work,
 )
+from dgr.engine.base import MemoryReport, Output, Work
 from dgr.errors import ContextLimitExceeded, EngineError, InputError, InvalidLayerRange, NonFinite
 from dgr.testing.engines.sampling import check_sampling, draw, top_logprobs
 
@@ -68,7 +66,7 @@ class FakeModel:
 
     @property
     def identity(self) -> str:
-        """What :attr:`EngineDescription.artifact` says."""
+        """What :attr:`StageIdentity.artifact` says."""
         text = f"dgr-fake/1/{self.n_layers}/{self.n_vocab}/{self.width}/{self.seed}"
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -171,7 +169,7 @@ class FakeEngine:
         self._embedding = _numbers(f"{self.model.seed}/embedding", 2 * width)
         self._head = _numbers(f"{self.model.seed}/head", width + 2)
         self._memory = self._measure()
-        self._description = EngineDescription(
+        self._description = StageIdentity(
             adapter="fake/1",
             architecture="fake",
             artifact=self.model.identity,
@@ -189,7 +187,7 @@ class FakeEngine:
             devices=("fake",),
         )
 
-    def describe(self) -> EngineDescription:
+    def describe(self) -> StageIdentity:
         return self._description
 
     def memory(self) -> MemoryReport:
@@ -360,13 +358,13 @@ class FakeEngine:
         self._slot(slot)
         self._slots[slot] = self._new_slot()
 
-    def frontier(self, slot: int) -> Frontier:
+    def state_summary(self, slot: int) -> StateSummary:
         state, width = self._slot(slot), self.model.width
         parts = (
             _component(_TAPE, state.tape.values(), width, self._context.n_ctx),
             _component(_TALLY, state.tally.values(), 1, _RING),
         )
-        return Frontier(state.position, tuple(part for part in parts if part.n_layers))
+        return StateSummary(state.position, tuple(part for part in parts if part.n_layers))
 
     # --- sampling ---
 
@@ -407,7 +405,7 @@ def _pack(values: Sequence[float], finite: bool) -> bytes:
     return struct.pack(f"<{len(values)}f", *(values if finite else [math.nan] * len(values)))
 
 
-def _component(name: str, layers: Iterable[array[int]], width: int, capacity: int) -> ComponentFrontier:
+def _component(name: str, layers: Iterable[array[int]], width: int, capacity: int) -> ComponentSummary:
     """Counts the rows that hold data and digests them; a row that was written is never zero."""
     counts, digest = [], hashlib.blake2b(digest_size=16)
     for rows in layers:
@@ -415,6 +413,6 @@ def _component(name: str, layers: Iterable[array[int]], width: int, capacity: in
         counts.append(len(live))
         for row in live:
             digest.update(row.tobytes())
-    return ComponentFrontier(
+    return ComponentSummary(
         name, len(counts), capacity, min(counts, default=0), max(counts, default=0), digest.hexdigest()
     )

@@ -8,7 +8,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from dgr.core.route import LayerRange
-from dgr.engine.base import LogitsWanted, SamplingParams, ShardEngine, Work
+from dgr.core.values import LogitsWanted, SamplingParams
+from dgr.engine.base import ShardEngine, Work
 from dgr.errors import ContextLimitExceeded, InputError, NonFinite
 from dgr.testing.engines.case import ContractCase, as_bytes, check_equal, refused
 
@@ -46,7 +47,7 @@ class RefusalChecks(ContractCase):
             ]
             self._refuses(head, bad)
             for slot in (-1, about.context.n_seq_max):
-                for method in (head.position, head.frontier, head.close):
+                for method in (head.position, head.state_summary, head.close):
                     with refused(InputError, f"slot {slot}"):
                         method(slot)
             after = chain.prefill(tokens[10:], chunk=16, begin=10)
@@ -116,9 +117,9 @@ class RefusalChecks(ContractCase):
     @contextmanager
     def _unchanged(self, engine: ShardEngine, what: str) -> Iterator[None]:
         slots = range(engine.describe().context.n_seq_max)
-        before = [engine.frontier(slot) for slot in slots]
+        before = [engine.state_summary(slot) for slot in slots]
         yield
-        check_equal([engine.frontier(slot) for slot in slots], before, f"state after {what} was refused")
+        check_equal([engine.state_summary(slot) for slot in slots], before, f"state after {what} was refused")
 
     def test_sampling_refuses_nonsense(self) -> None:
         with self.chain() as chain:

@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from dgr.engine.base import SamplingParams, TopLogprob
+from dgr.core.values import SamplingParams, TopLogprob
 from dgr.errors import InputError
 
 __all__ = ["check_sampling", "draw", "top_logprobs"]

@@ -13,7 +13,8 @@ import msgspec
 from attrs import define, evolve, field
 
 from dgr.core.mtp import CONTRACT
-from dgr.testing.mtp_contract.messages import Expectation, Key, Rollback, Want, Work, encode_message
+from dgr.core.values import Expectation, Key
+from dgr.testing.mtp_contract.messages import MtpWork, Rollback, Want, encode_message, message_name
 from dgr.testing.mtp_contract.reference import Language
 from dgr.testing.mtp_contract.rollback import RollbackShape
 from dgr.testing.mtp_contract.route import ReferenceRoute
@@ -98,7 +99,7 @@ class Episode:
         self.route.evict(stage, self.session)
         self._record({"act": "evict", "stage": stage})
 
-    def inject(self, message: Work | Rollback, says: str) -> None:
+    def inject(self, message: MtpWork | Rollback, says: str) -> None:
         """A message that no pipeline of this contract would send, to the head."""
         self.route.inject(message)
         self._settle({"act": "inject", "says": says})
@@ -131,7 +132,7 @@ class Episode:
             {
                 "from": one.sender,
                 "to": one.receiver,
-                "message": type(one.message).__name__,
+                "message": message_name(type(one.message)),
                 "frame": encode_message(one.message).hex(),
             }
             for one in sent
@@ -240,8 +241,8 @@ def work_refused() -> Episode:
     at, key = episode.committed, episode.key
     expect = expectation(episode.transcript, at)
 
-    def work(seq: int, tokens: Sequence[int], candidates: int = 0, **changes: Any) -> Work:
-        made = Work(key, seq, expect, tuple(tokens), Want.TOKEN, candidates, 0, None, 0)
+    def work(seq: int, tokens: Sequence[int], candidates: int = 0, **changes: Any) -> MtpWork:
+        made = MtpWork(key, seq, expect, tuple(tokens), Want.TOKEN, candidates, 0, None, 0)
         return msgspec.structs.replace(made, **changes)
 
     stale = Key(ROUTE_ID, key.epoch - 1, key.session)

@@ -16,21 +16,21 @@ import msgspec
 
 from dgr.core.mtp import CONTRACT
 from dgr.core.outputs import write_file
+from dgr.core.values import Key, SamplingParams
 from dgr.testing.mtp_contract.episodes import EPISODES, ROUTE_ID, border_grid
 from dgr.testing.mtp_contract.messages import (
-    Advanced,
     DraftInput,
     DraftOutput,
-    Key,
     Message,
+    MtpAdvanced,
+    MtpRefused,
+    MtpWork,
     Proposal,
     Reason,
-    Refused,
     Rollback,
     RolledBack,
-    Sampling,
     Want,
-    Work,
+    message_name,
 )
 from dgr.testing.mtp_contract.shard import expectation
 
@@ -39,7 +39,7 @@ __all__ = ["sample_messages", "write_golden"]
 #: Characters of a line of JSON, but for frames and long lists of tokens.
 _LINE = 260
 _KEY = Key(ROUTE_ID, 3, 2**40)
-_SAMPLING = Sampling(0.75, 40, 0.95, 0.05, 1.1, 0.25, -0.5, 64, 2**40, 1, 3)
+_SAMPLING = SamplingParams(0.75, 40, 0.95, 0.05, 1.1, 0.25, -0.5, 64, 2**40, 1, 3)
 
 
 def sample_messages() -> dict[str, Message | DraftInput | DraftOutput]:
@@ -47,15 +47,15 @@ def sample_messages() -> dict[str, Message | DraftInput | DraftOutput]:
     at, to = expectation(range(3, 135), 132), expectation(range(3, 135), 130)
     row, logits = bytes(range(32)), bytes(range(16))
     return {
-        "work-to-head": Work(_KEY, 7, at, (17, 129279, 5), Want.TOKEN, 2, 3, _SAMPLING, 0),
-        "work-between-stages": Work(_KEY, 7, at, (17, 129279, 5), Want.TOKEN, 2, 3, _SAMPLING, 3 * 32),
-        "work-prefill-chunk": Work(_KEY, 6, expectation([], 0), (17, 33, 5, 91), Want.NOTHING, 0, 0, None, 0),
+        "work-to-head": MtpWork(_KEY, 7, at, (17, 129279, 5), Want.TOKEN, 2, 3, _SAMPLING, 0),
+        "work-between-stages": MtpWork(_KEY, 7, at, (17, 129279, 5), Want.TOKEN, 2, 3, _SAMPLING, 3 * 32),
+        "work-prefill-chunk": MtpWork(_KEY, 6, expectation([], 0), (17, 33, 5, 91), Want.NOTHING, 0, 0, None, 0),
         "rollback": Rollback(_KEY, 8, at, to),
-        "advanced": Advanced(_KEY, 6, 4),
+        "advanced": MtpAdvanced(_KEY, 6, 4),
         "proposal": Proposal(_KEY, 7, 134, 1, 260, (404, 77, 19)),
         "proposal-without-guesses": Proposal(_KEY, 7, 133, 0, 260, ()),
         "rolled-back": RolledBack(_KEY, 8, 130),
-        "refused": Refused(_KEY, 9, Reason.BUDGET, 132, 1),
+        "refused": MtpRefused(_KEY, 9, Reason.BUDGET, 132, 1),
         "draft-input": DraftInput(17, 132, row),
         "draft-output": DraftOutput(132, logits, row),
     }
@@ -96,7 +96,7 @@ def write_golden(folder: Path) -> list[Path]:
         frame = msgspec.msgpack.encode(message)
         found[f"messages/{name}.msgpack"] = frame
         fields = {key: _shown(value) for key, value in msgspec.structs.asdict(message).items()}
-        listed.append({"name": name, "type": type(message).__name__, "fields": fields, "frame": frame.hex()})
+        listed.append({"name": name, "type": message_name(type(message)), "fields": fields, "frame": frame.hex()})
     refused = [{"name": name, "frame": frame.hex(), "why": why} for name, (frame, why) in _refused_frames().items()]
     messages = {"contract": CONTRACT, "messages": listed, "refused": refused}
     found["messages.json"] = (_dump(messages) + "\n").encode()

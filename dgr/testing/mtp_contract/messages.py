@@ -18,6 +18,8 @@ import msgspec
 from attrs import frozen
 from msgspec import Meta, Struct
 
+from dgr.core.scalars import U32, U63, TokenId
+from dgr.core.values import Expectation, Key, SamplingParams
 from dgr.errors import InputError
 from dgr.v4.hyper_parameters import HyperParameters
 
@@ -27,70 +29,29 @@ __all__ = [
     "TAGS",
     "TO_PIPELINE",
     "TO_STAGE",
-    "Advanced",
     "DraftInput",
     "DraftOutput",
     "Expectation",
     "Key",
     "Message",
+    "MtpAdvanced",
+    "MtpRefused",
+    "MtpWork",
     "Proposal",
     "Reason",
-    "Refused",
     "Rollback",
     "RolledBack",
     "RowShape",
-    "Sampling",
     "Want",
-    "Work",
     "decode_message",
     "encode_message",
+    "message_name",
 ]
 
 #: Bounds of an encoded message: bytes without token ids, and bytes for each id.
 HEADER_BYTES, ID_BYTES = 256, 5
 #: Tags of the contract; ``dgr.wire.frames`` uses none of them.
 TAGS = range(64, 80)
-
-_U32 = Annotated[int, Meta(ge=0, le=2**32 - 1)]
-_U63 = Annotated[int, Meta(ge=0, le=2**63 - 1)]
-_Id = Annotated[int, Meta(ge=0, le=2**31 - 1)]
-_Bytes16 = Annotated[bytes, Meta(min_length=16, max_length=16)]
-_Finite = Annotated[float, Meta(ge=-3.4028234663852886e38, le=3.4028234663852886e38)]
-
-
-class _Plain(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A value inside a message."""
-
-
-class Key(_Plain, frozen=True):
-    """Whose state a message speaks of, as ``dgr.wire.values.Key``."""
-
-    route: _Bytes16
-    epoch: _U63
-    session: _U63
-
-
-class Expectation(_Plain, frozen=True):
-    """Tokens committed, and the digest of exactly those (:class:`dgr.core.prefix.PrefixDigest`)."""
-
-    position: _U32
-    digest: _Bytes16
-
-
-class Sampling(_Plain, frozen=True):
-    """How the tail draws, as ``dgr.wire.values.Sampling``: verification draws exactly as plain decoding does."""
-
-    temperature: _Finite
-    top_k: _Id
-    top_p: _Finite
-    min_p: _Finite
-    repeat_penalty: _Finite
-    frequency_penalty: _Finite
-    presence_penalty: _Finite
-    penalty_last_n: Annotated[int, Meta(ge=-1, le=2**31 - 1)]
-    seed: _U63
-    choice: _U32
-    top_logprobs: Annotated[int, Meta(ge=0, le=64)]
 
 
 class Want(enum.IntEnum):
@@ -131,11 +92,16 @@ class Reason(enum.IntEnum):
     CANCELLED = 11
 
 
-class _Message(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class _ContractMessage(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A member of the union."""
 
 
-class Work(_Message, frozen=True, tag=64):
+def message_name(kind: type[Struct]) -> str:
+    """Return a message's name in the contract, where no frame of today bears the same."""
+    return kind.__name__.removeprefix("Mtp")
+
+
+class MtpWork(_ContractMessage, frozen=True, tag=64):
     """Pipeline to head, and with a residual from stage to stage: run these tokens.
 
     The last ``candidates`` of ``tokens`` are drafts to be verified; the others are certain. ``draft``: how many tokens the
@@ -144,36 +110,36 @@ class Work(_Message, frozen=True, tag=64):
     """
 
     key: Key
-    seq: _U63
+    seq: U63
     expect: Expectation
-    tokens: Annotated[tuple[_Id, ...], Meta(min_length=1, max_length=2**20)]
+    tokens: Annotated[tuple[TokenId, ...], Meta(min_length=1, max_length=2**20)]
     want: Want
-    candidates: _U32
-    draft: _U32
-    sampling: Sampling | None
-    payload: _U63
+    candidates: U32
+    draft: U32
+    sampling: SamplingParams | None
+    payload: U63
 
 
-class Rollback(_Message, frozen=True, tag=65):
+class Rollback(_ContractMessage, frozen=True, tag=65):
     """Pipeline to head, forwarded from stage to stage in the order of the work: forget what is behind ``to``."""
 
     key: Key
-    seq: _U63
+    seq: U63
     #: Where every stage stands, rejected candidates included.
     at: Expectation
     #: Where it shall stand.
     to: Expectation
 
 
-class Advanced(_Message, frozen=True, tag=66):
+class MtpAdvanced(_ContractMessage, frozen=True, tag=66):
     """Tail to pipeline: work that wanted nothing is committed on every stage."""
 
     key: Key
-    seq: _U63
-    position: _U32
+    seq: U63
+    position: U32
 
 
-class Proposal(_Message, frozen=True, tag=67):
+class Proposal(_ContractMessage, frozen=True, tag=67):
     """Tail to pipeline: ``accepted`` candidates are the trunk's own draws; ``token`` is drawn for ``position``.
 
     ``drafts`` are the MTP block's guesses for the positions behind it. Every stage has committed the rejected candidates as
@@ -181,37 +147,37 @@ class Proposal(_Message, frozen=True, tag=67):
     """
 
     key: Key
-    seq: _U63
-    position: _U32
-    accepted: _U32
-    token: _Id
-    drafts: Annotated[tuple[_Id, ...], Meta(max_length=2**10)]
+    seq: U63
+    position: U32
+    accepted: U32
+    token: TokenId
+    drafts: Annotated[tuple[TokenId, ...], Meta(max_length=2**10)]
 
 
-class RolledBack(_Message, frozen=True, tag=68):
+class RolledBack(_ContractMessage, frozen=True, tag=68):
     """Tail to pipeline: every stage stands at ``position``."""
 
     key: Key
-    seq: _U63
-    position: _U32
+    seq: U63
+    position: U32
 
 
-class Refused(_Message, frozen=True, tag=69):
+class MtpRefused(_ContractMessage, frozen=True, tag=69):
     """Any stage to the pipeline: nothing was changed here, and nothing went on to the next stage."""
 
     key: Key
-    seq: _U63
+    seq: U63
     reason: Reason
     #: Where the session stands on this stage, and how far it could be rolled back.
-    position: _U32
-    budget: _U32
+    position: U32
+    budget: U32
 
 
-Message: TypeAlias = Work | Rollback | Advanced | Proposal | RolledBack | Refused
+Message: TypeAlias = MtpWork | Rollback | MtpAdvanced | Proposal | RolledBack | MtpRefused
 #: What a stage takes, from the pipeline or from the stage before it.
-TO_STAGE = (Work, Rollback)
+TO_STAGE = (MtpWork, Rollback)
 #: What the pipeline takes.
-TO_PIPELINE = (Advanced, Proposal, RolledBack, Refused)
+TO_PIPELINE = (MtpAdvanced, Proposal, RolledBack, MtpRefused)
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(Message)
@@ -237,15 +203,15 @@ class DraftInput(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tru
     0. While drafting it is the block's own output, else the trunk's.
     """
 
-    token: _Id
-    position: _U32
+    token: TokenId
+    position: U32
     residual: bytes
 
 
 class DraftOutput(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """What the MTP block returns for one position: logits of the token behind it (``n_vocab`` float32), and its next row."""
 
-    position: _U32
+    position: U32
     logits: bytes
     residual: bytes
 
@@ -284,7 +250,7 @@ class RowShape:
 
     def payload_bytes(self, message: Message) -> int:
         """Bytes that follow a message between two stages."""
-        return len(message.tokens) * self.row_bytes if isinstance(message, Work) else 0
+        return len(message.tokens) * self.row_bytes if isinstance(message, MtpWork) else 0
 
     def _check(self, name: str, data: bytes, n_bytes: int) -> None:
         if len(data) != n_bytes:

@@ -17,14 +17,15 @@ from typing import TypeAlias
 import msgspec
 from attrs import define, field, frozen
 
+from dgr.core.values import Key
 from dgr.errors import InputError, SessionLost
-from dgr.testing.mtp_contract.messages import Key, Message, Proposal, Reason, Refused, Rollback, RolledBack, Want, Work
+from dgr.testing.mtp_contract.messages import Message, MtpRefused, MtpWork, Proposal, Reason, Rollback, RolledBack, Want
 from dgr.testing.mtp_contract.reference import Language, StageView
 from dgr.testing.mtp_contract.rollback import RollbackShape
 from dgr.testing.mtp_contract.shard import Answer, ReferenceShard, expectation
 from dgr.testing.mtp_contract.states import ROUND, RoundEvent, RoundState
 
-__all__ = ["ClientState", "ReferenceRoute", "Round", "Sent"]
+__all__ = ["MtpClientState", "ReferenceRoute", "Round", "Sent"]
 
 #: Bytes of a toy residual row, four streams of one float: what the payload of a message counts in.
 TOY_ROW_BYTES = 16
@@ -50,7 +51,7 @@ class Round:
 
 
 @define
-class ClientState:
+class MtpClientState:
     """A session as its pipeline sees it."""
 
     id: int
@@ -63,12 +64,12 @@ class ClientState:
     drafts: tuple[int, ...] = ()
     #: Drawn for a caller who had given up: the next token, if nothing else is appended.
     unclaimed: int | None = None
-    in_flight: deque[Work] = field(factory=deque)
+    in_flight: deque[MtpWork] = field(factory=deque)
     #: Numbers of messages that are not answered yet; an answer to any other is to nobody.
     waiting: set[int] = field(factory=set)
     rounds: list[Round] = field(factory=list)
     #: Refusals that its own messages met, oldest first.
-    refusals: list[Refused] = field(factory=list)
+    refusals: list[MtpRefused] = field(factory=list)
     #: Whether the stages hold a slot for it in the present epoch.
     is_open: bool = False
 
@@ -79,7 +80,7 @@ class ClientState:
 @frozen
 class _ToStage:
     stage: int
-    message: Work | Rollback
+    message: MtpWork | Rollback
     rows: Sequence[bytes] = ()
 
 
@@ -114,7 +115,7 @@ class ReferenceRoute:
         self.shape, self.route_id = shape, route_id
         self.language = language or Language()
         self.epoch = 0
-        self.sessions: dict[int, ClientState] = {}
+        self.sessions: dict[int, MtpClientState] = {}
         #: Every message in the order in which it was sent.
         self.sent: list[Sent] = []
         self._queue: deque[_Act] = deque()
@@ -139,7 +140,7 @@ class ReferenceRoute:
         if len(self.sessions) >= self.shape.n_seq_max:
             raise InputError(f"all {self.shape.n_seq_max} slots are taken; close a session")
         session = max(self.sessions, default=0) + 1
-        self.sessions[session] = ClientState(session)
+        self.sessions[session] = MtpClientState(session)
         return session
 
     def close(self, session: int) -> None:
@@ -190,7 +191,7 @@ class ReferenceRoute:
         client.committed = at - k
         self._send_rollback(client, at, at - k, client.transcript)
 
-    def inject(self, message: Work | Rollback) -> None:
+    def inject(self, message: MtpWork | Rollback) -> None:
         """Send the head something of one's own making; its answer goes to nobody who waits for it."""
         self._log("pipeline", "0", message)
         self._queue.append(_ToStage(0, message))
@@ -208,9 +209,9 @@ class ReferenceRoute:
             client.fire(RoundEvent.CANCEL)
             for act in [act for act in self._queue if isinstance(act, _ToStage) and act.stage == 0]:
                 work = act.message
-                if isinstance(work, Work) and work.key == self._key(session):
+                if isinstance(work, MtpWork) and work.key == self._key(session):
                     self._queue.remove(act)
-                    self._answer(Refused(work.key, work.seq, Reason.CANCELLED, work.expect.position, 0), 0)
+                    self._answer(MtpRefused(work.key, work.seq, Reason.CANCELLED, work.expect.position, 0), 0)
 
     # --- the queue ---
 
@@ -237,18 +238,18 @@ class ReferenceRoute:
         return len(self._queue)
 
     @property
-    def on_the_way(self) -> list[tuple[int, Work | Rollback]]:
+    def on_the_way(self) -> list[tuple[int, MtpWork | Rollback]]:
         """Messages that a stage has not taken yet: (stage, message)."""
         return [(act.stage, act.message) for act in self._queue if isinstance(act, _ToStage)]
 
-    def _at_stage(self, shard: ReferenceShard | None, message: Work | Rollback, rows: Sequence[bytes]) -> None:
+    def _at_stage(self, shard: ReferenceShard | None, message: MtpWork | Rollback, rows: Sequence[bytes]) -> None:
         if shard is None:
             return  # the stage left the route, and its links with it
         answers, onward = shard.take(message, rows)
         for answer in answers:
             self._answer(answer, shard.index)
         if onward is not None and not shard.is_tail:
-            if isinstance(message, Work):
+            if isinstance(message, MtpWork):
                 message = msgspec.structs.replace(message, payload=TOY_ROW_BYTES * len(message.tokens))
             self._log(str(shard.index), str(shard.index + 1), message)
             self._queue.append(_ToStage(shard.index + 1, message, onward))
@@ -277,13 +278,13 @@ class ReferenceRoute:
     def _key(self, session: int) -> Key:
         return Key(self.route_id, self.epoch, session)
 
-    def _lose(self, client: ClientState) -> None:
+    def _lose(self, client: MtpClientState) -> None:
         client.fire(RoundEvent.LOSE)
         client.in_flight.clear()
         client.waiting.clear()
         client.drafts, client.unclaimed, client.committed, client.is_open = (), None, 0, False
 
-    def _reopen(self, client: ClientState) -> None:
+    def _reopen(self, client: MtpClientState) -> None:
         """Whatever a stage still holds is dropped; all lease a slot."""
         if client.state is RoundState.LOST:
             client.fire(RoundEvent.RESET)
@@ -293,7 +294,9 @@ class ReferenceRoute:
                 shard.open(client.id)
             client.is_open, client.committed = True, 0
 
-    def _send_certain(self, client: ClientState, draft: int, chunk: int | None = None, last: Want = Want.TOKEN) -> None:
+    def _send_certain(
+        self, client: MtpClientState, draft: int, chunk: int | None = None, last: Want = Want.TOKEN
+    ) -> None:
         self._reopen(client)
         begin, end = client.committed + sum(len(work.tokens) for work in client.in_flight), len(client.transcript)
         size = chunk or self.shape.n_batch
@@ -303,12 +306,14 @@ class ReferenceRoute:
             self._send_work(client, client.transcript[begin:until], 0, want, draft if want else 0)
             begin = until
 
-    def _send_work(self, client: ClientState, tokens: Sequence[int], candidates: int, want: Want, draft: int) -> None:
+    def _send_work(
+        self, client: MtpClientState, tokens: Sequence[int], candidates: int, want: Want, draft: int
+    ) -> None:
         self._reopen(client)
         begin = client.committed + sum(len(work.tokens) for work in client.in_flight)
         client.seq += 1
         expect = expectation(client.transcript, begin)
-        work = Work(
+        work = MtpWork(
             self._key(client.id), client.seq, expect, tuple(tokens), want, candidates, draft, sampling=None, payload=0
         )
         client.fire(RoundEvent.WORK)
@@ -317,7 +322,7 @@ class ReferenceRoute:
         self._log("pipeline", "0", work)
         self._queue.append(_ToStage(0, work))
 
-    def _send_rollback(self, client: ClientState, at: int, to: int, tokens: Sequence[int]) -> None:
+    def _send_rollback(self, client: MtpClientState, at: int, to: int, tokens: Sequence[int]) -> None:
         client.seq += 1
         rollback = Rollback(self._key(client.id), client.seq, expectation(tokens, at), expectation(tokens, to))
         client.waiting.add(client.seq)
@@ -333,9 +338,9 @@ class ReferenceRoute:
             case RolledBack():
                 client.committed = answer.position
                 client.fire(RoundEvent.ROLLED_BACK)
-            case Refused(reason=Reason.CANCELLED):
+            case MtpRefused(reason=Reason.CANCELLED):
                 self._skipped(client, answer)
-            case Refused():
+            case MtpRefused():
                 self._on_refusal(client, answer, sender)
             case Proposal():
                 self._on_proposal(client, answer)
@@ -345,13 +350,13 @@ class ReferenceRoute:
                 if not client.in_flight:  # what came behind it was skipped
                     client.fire(RoundEvent.KEPT)
 
-    def _skipped(self, client: ClientState, answer: Refused) -> None:
+    def _skipped(self, client: MtpClientState, answer: MtpRefused) -> None:
         client.in_flight = deque(work for work in client.in_flight if work.seq != answer.seq)
         client.drafts = ()
         if not client.in_flight:
             client.fire(RoundEvent.SKIPPED)
 
-    def _on_refusal(self, client: ClientState, answer: Refused, sender: int) -> None:
+    def _on_refusal(self, client: MtpClientState, answer: MtpRefused, sender: int) -> None:
         """A rollback that the head refuses has changed nothing anywhere; whatever else is refused costs the session."""
         client.refusals.append(answer)
         if client.state is RoundState.ROLLING and sender == 0:
@@ -360,7 +365,7 @@ class ReferenceRoute:
         else:
             self._lose(client)
 
-    def _on_proposal(self, client: ClientState, answer: Proposal) -> None:
+    def _on_proposal(self, client: MtpClientState, answer: Proposal) -> None:
         work = client.in_flight.popleft()
         begin, end = work.expect.position, work.expect.position + len(work.tokens)
         certain = len(work.tokens) - work.candidates

@@ -10,16 +10,16 @@ from attrs import define, field
 
 from dgr.core.prefix import PrefixDigest
 from dgr.core.route import LayerRange
+from dgr.core.values import Expectation
 from dgr.testing.mtp_contract.messages import (
-    Advanced,
-    Expectation,
+    MtpAdvanced,
+    MtpRefused,
+    MtpWork,
     Proposal,
     Reason,
-    Refused,
     Rollback,
     RolledBack,
     Want,
-    Work,
 )
 from dgr.testing.mtp_contract.reference import N_LAYERS, Language, ReferenceDrafter, ReferenceTrunk
 from dgr.testing.mtp_contract.rollback import RollbackShape
@@ -27,7 +27,7 @@ from dgr.testing.mtp_contract.rollback import RollbackShape
 __all__ = ["Answer", "ReferenceShard", "Taken", "expectation"]
 
 #: What a stage answers to the pipeline.
-Answer: TypeAlias = Advanced | Proposal | RolledBack | Refused
+Answer: TypeAlias = MtpAdvanced | Proposal | RolledBack | MtpRefused
 #: Answers for the pipeline, and rows for the next stage; no rows: the message ends here.
 Taken: TypeAlias = tuple[list[Answer], list[bytes] | None]
 
@@ -45,7 +45,7 @@ class _Held:
     drafter: ReferenceDrafter | None
     tokens: list[int] = field(factory=list)
     #: On the tail: the answer to the last work, while guesses are still being added to it.
-    thinking: tuple[Work, Proposal] | None = None
+    thinking: tuple[MtpWork, Proposal] | None = None
 
 
 @define
@@ -93,7 +93,7 @@ class ReferenceShard:
 
     # --- messages ---
 
-    def take(self, message: Work | Rollback, rows: Sequence[bytes]) -> Taken:
+    def take(self, message: MtpWork | Rollback, rows: Sequence[bytes]) -> Taken:
         """Take one message in the order of the link; a rollback goes on with no rows at all."""
         reason = self._refusal(message)
         if reason is not None:
@@ -103,19 +103,19 @@ class ReferenceShard:
             return self._roll_back(held, message)
         return self._run(held, message, rows)
 
-    def _refusal(self, message: Work | Rollback) -> Reason | None:
+    def _refusal(self, message: MtpWork | Rollback) -> Reason | None:
         """Looked at in the order of :class:`~dgr.testing.mtp_contract.messages.Reason`; nothing is changed."""
         if message.key.epoch != self.epoch:
             return Reason.STALE_EPOCH
         held = self.held.get(message.key.session)
         if held is None:
             return Reason.EVICTED if message.key.session in self.evicted else Reason.UNKNOWN
-        expect = message.expect if isinstance(message, Work) else message.at
+        expect = message.expect if isinstance(message, MtpWork) else message.at
         if expect.position != held.trunk.ledger.position:
             return Reason.POSITION
         if expect != expectation(held.tokens, expect.position):
             return Reason.DIGEST
-        if isinstance(message, Work):
+        if isinstance(message, MtpWork):
             if message.candidates > self.shape.planes or message.candidates >= len(message.tokens):
                 return Reason.CANDIDATES
             return Reason.CONTEXT if expect.position + len(message.tokens) > self.shape.n_ctx else None
@@ -124,10 +124,10 @@ class ReferenceShard:
             return Reason.DIGEST
         return reason
 
-    def _refused(self, message: Work | Rollback, reason: Reason) -> Refused:
+    def _refused(self, message: MtpWork | Rollback, reason: Reason) -> MtpRefused:
         held = self.held.get(message.key.session) if reason is not Reason.STALE_EPOCH else None
         position, budget = (0, 0) if held is None else (held.trunk.ledger.position, held.trunk.ledger.budget)
-        return Refused(message.key, message.seq, reason, position, budget)
+        return MtpRefused(message.key, message.seq, reason, position, budget)
 
     def _roll_back(self, held: _Held, message: Rollback) -> Taken:
         held.trunk.roll_back(message.at.position - message.to.position)
@@ -137,7 +137,7 @@ class ReferenceShard:
         held.drafter.truncate(message.to.position)
         return [RolledBack(message.key, message.seq, message.to.position)], None
 
-    def _run(self, held: _Held, work: Work, rows: Sequence[bytes]) -> Taken:
+    def _run(self, held: _Held, work: MtpWork, rows: Sequence[bytes]) -> Taken:
         if self.index == 0:
             rows = [token.to_bytes(4, "little") for token in work.tokens]
         out = held.trunk.run(rows)
@@ -146,11 +146,11 @@ class ReferenceShard:
             return [], out
         held.drafter.catch_up(work.expect.position, work.tokens, out)
         if work.want is Want.NOTHING:
-            return [Advanced(work.key, work.seq, held.trunk.ledger.position)], None
+            return [MtpAdvanced(work.key, work.seq, held.trunk.ledger.position)], None
         held.thinking = (work, self._verify(held.drafter, work, out))
         return [], None
 
-    def _verify(self, drafter: ReferenceDrafter, work: Work, rows: Sequence[bytes]) -> Proposal:
+    def _verify(self, drafter: ReferenceDrafter, work: MtpWork, rows: Sequence[bytes]) -> Proposal:
         """Draw behind every candidate as plain decoding would; the first one that differs ends it."""
         certain = len(work.tokens) - work.candidates
         accepted = 0

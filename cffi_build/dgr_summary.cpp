@@ -124,13 +124,13 @@ bool is_zero(const uint8_t * data, size_t n) {
     return std::all_of(data, data + n, [](uint8_t byte) { return byte == 0; });
 }
 
-void keep_extremes(dgr_component_frontier & out, size_t layer, uint32_t rows) {
+void keep_extremes(dgr_component_summary & out, size_t layer, uint32_t rows) {
     out.rows_min = layer == 0 ? rows : std::min(out.rows_min, rows);
     out.rows_max = layer == 0 ? rows : std::max(out.rows_max, rows);
 }
 
 // Counts what the sequence holds; digests the window that the next query sees, whatever the ring still keeps beyond it.
-void raw_frontier(const dgr_stage & stage, int32_t slot, int32_t committed, dgr_component_frontier & out, digest & sum) {
+void raw_frontier(const dgr_stage & stage, int32_t slot, int32_t committed, dgr_component_summary & out, digest & sum) {
     const component & c = stage.components[DGR_RAW_SWA];
     const std::vector<int32_t> positions = raw_positions(stage, slot);
 
@@ -156,7 +156,7 @@ void raw_frontier(const dgr_stage & stage, int32_t slot, int32_t committed, dgr_
 
 // Rows are addressed by position: [0, P/ratio) are committed. The last row of a stream takes dummy writes until the
 // commit that fills the context overwrites it.
-void compressed_frontier(const component & c, int32_t slot, int32_t committed, dgr_component_frontier & out, digest & sum) {
+void compressed_frontier(const component & c, int32_t slot, int32_t committed, dgr_component_summary & out, digest & sum) {
     const uint32_t live  = (uint32_t) committed / c.ratio;
     const uint32_t dummy = c.capacity - 1;
 
@@ -173,7 +173,7 @@ void compressed_frontier(const component & c, int32_t slot, int32_t committed, d
     }
 }
 
-void ring_frontier(const component & c, int32_t slot, dgr_component_frontier & out, digest & sum) {
+void ring_frontier(const component & c, int32_t slot, dgr_component_summary & out, digest & sum) {
     std::vector<uint8_t> buffer;
     std::vector<uint8_t> row_buffer;
     for (size_t l = 0; l < c.layers.size(); ++l) {
@@ -191,7 +191,7 @@ void ring_frontier(const component & c, int32_t slot, dgr_component_frontier & o
 
 } // namespace
 
-static void frontier(const dgr_stage & stage, int32_t slot, dgr_frontier & out) {
+static void frontier(const dgr_stage & stage, int32_t slot, dgr_state_summary & out) {
     check_slot(stage, slot);
     if (stage.dry_run) {
         refuse("the stage was opened with dry_run: it holds no state");
@@ -199,7 +199,7 @@ static void frontier(const dgr_stage & stage, int32_t slot, dgr_frontier & out) 
     out.position = position(stage, slot);
     for (int i = 0; i < DGR_N_COMPONENTS; ++i) {
         const component & c = stage.components[i];
-        dgr_component_frontier & f = out.components[i];
+        dgr_component_summary & f = out.components[i];
         digest sum;
 
         f.n_layers = (int32_t) c.layers.size();
@@ -217,7 +217,7 @@ static void frontier(const dgr_stage & stage, int32_t slot, dgr_frontier & out) 
 
 } // namespace dgr
 
-int32_t dgr_stage_frontier(const dgr_stage * stage, int32_t slot, dgr_frontier * out) {
+int32_t dgr_stage_summary(const dgr_stage * stage, int32_t slot, dgr_state_summary * out) {
     return dgr::guarded([&] {
         dgr::require("stage, out", stage, out);
         *out = {};
