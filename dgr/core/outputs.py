@@ -174,14 +174,15 @@ def _create(part: Path, path: Path, mode: int) -> io.BufferedWriter:
 
 
 def _settle(file: BinaryIO, old: os.stat_result | None) -> None:
-    """Bring content to the disk, under the mode and, where that is allowed, the owner of the file it replaces."""
+    """Bring content to the disk, under the mode and the owner of the file it replaces, where these can be set."""
     file.flush()
     if old is not None:
         made = os.fstat(file.fileno())
         if (made.st_uid, made.st_gid) != (old.st_uid, old.st_gid):
             with suppress(OSError):
                 os.fchown(file.fileno(), old.st_uid, old.st_gid)
-        os.fchmod(file.fileno(), stat.S_IMODE(old.st_mode))
+        with suppress(OSError):  # a file system that keeps no modes; it stays its owner's alone
+            os.fchmod(file.fileno(), stat.S_IMODE(old.st_mode))
     try:
         os.fsync(file.fileno())
     except OSError as failed:

@@ -114,6 +114,27 @@ def test_a_disk_that_fails_at_the_end_is_no_success(tmp_path: Path, monkeypatch:
     assert (entries(tmp_path), (tmp_path / "x").read_bytes()[:5]) == (["x"], b"where")
 
 
+@pytest.mark.parametrize("missing", ["fchmod", "fchown", "fsync"])
+@pytest.mark.parametrize("number", [errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL])
+def test_what_a_file_system_does_not_know_loses_no_output(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str, number: int
+) -> None:
+    """As on network shares and memory cards: no owners, no modes, nothing brought to the disk on demand."""
+    target = tmp_path / "x"
+    target.write_bytes(b"old")
+    target.chmod(0o640)
+    if not os.geteuid():
+        os.chown(target, NOBODY, NOBODY)
+
+    def fail(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, missing, fail)
+    write_file(target, b"new")
+    assert (entries(tmp_path), target.read_bytes()) == (["x"], b"new")
+    assert stat.S_IMODE(target.stat().st_mode) == (0o600 if missing == "fchmod" else 0o640)
+
+
 def test_the_mode_of_a_file_stays_and_its_content_is_never_wider_open(tmp_path: Path) -> None:
     target = tmp_path / "x"
     target.write_bytes(b"old")
