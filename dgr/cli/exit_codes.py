@@ -62,6 +62,9 @@ def _outcome(program: str, command: Callable[[], int], interrupted: str) -> int:
     except (DgrError, OSError) as error:
         tell(f"{program}: error: {error}")
         return exit_code(error)
+    except MemoryError:
+        tell(f"{program}: error: this process may take no more memory; free some, raise its limit, or ask for less")
+        return FAILED
     except KeyboardInterrupt:
         if interrupted:
             tell(f"{program}: {interrupted}")

@@ -15,6 +15,7 @@ from dgr.cli.progress import Activity, progress_bar
 from dgr.cli.streams import json_line
 from dgr.cli.summary import print_beside
 from dgr.cluster.local import open_pipeline
+from dgr.core.inputs import MOST_TEXT_BYTES, read_whole
 from dgr.core.outputs import writing
 from dgr.core.targets import Target, find_target
 from dgr.errors import InputError, WireError
@@ -38,7 +39,7 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
 
 def read_tokens(path: Path) -> list[int]:
     """Token ids of an int32 little-endian file."""
-    data = path.read_bytes()
+    data = read_whole(path, MOST_TEXT_BYTES, "a file of token ids")
     if not data or len(data) % 4:
         raise InputError(f"{path} holds {len(data)} bytes; token ids are int32, so give a positive multiple of 4")
     ids = array("i", data)

@@ -12,6 +12,7 @@ import select
 import sys
 from typing import Any, TextIO
 
+from dgr.core.inputs import MOST_TEXT_BYTES, too_long
 from dgr.errors import InputError
 from dgr.text import printable, utf8
 
@@ -154,15 +155,17 @@ def _read_input() -> bytes:
     buffer = getattr(sys.stdin, "buffer", None)
     if not isinstance(buffer, io.BufferedReader):
         return sys.stdin.read().encode("utf-8", "surrogateescape")  # a test's, a notebook's
-    descriptor, parts = buffer.fileno(), list[bytes]()
+    descriptor, data = buffer.fileno(), bytearray()
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     while True:
         poll.poll()
         with contextlib.suppress(BlockingIOError):  # another reader was faster
             if not (part := os.read(descriptor, _STEP)):
-                return b"".join(parts)
-            parts.append(part)
+                return bytes(data)
+            data += part
+            if len(data) > MOST_TEXT_BYTES:
+                raise too_long("standard input", MOST_TEXT_BYTES, "a prompt")
 
 
 def _decoded(data: bytes) -> str:

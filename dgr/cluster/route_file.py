@@ -12,9 +12,10 @@ from typing import Any
 
 from attrs import field, frozen
 
+from dgr.core.inputs import read_whole
 from dgr.core.mtp import refuse_names
 from dgr.core.route import LayerRange, Route, StageRef
-from dgr.errors import InvalidLayerRange, InvalidRoute
+from dgr.errors import InputError, InvalidLayerRange, InvalidRoute
 from dgr.text import utf8
 
 __all__ = ["RouteFile", "format_route_file", "read_route_file"]
@@ -112,12 +113,11 @@ def read_route_file(path: str | Path) -> RouteFile:
 
 def _parsed(path: Path) -> dict[str, Any]:
     try:
-        with path.open("rb") as file:
-            text = file.read(_MOST_BYTES + 1)
+        text = read_whole(path, _MOST_BYTES, "a route file")
+    except InputError as error:
+        raise InvalidRoute(str(error)) from error
     except OSError as error:
         raise InvalidRoute(f"cannot read {path}: {error.strerror or error}") from error
-    if len(text) > _MOST_BYTES:
-        raise InvalidRoute(f"{path} is not a route file: it has more than {_MOST_BYTES} bytes")
     if text.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise InvalidRoute(f"{path} is UTF-16, TOML is UTF-8; convert it: iconv -f UTF-16 -t UTF-8")
     try:

@@ -23,7 +23,7 @@ import dgr.cli.selftest
 import dgr.cli.stage
 import dgr_bench.cli
 from dgr.cli import progress, streams
-from dgr.cli.exit_codes import exit_code
+from dgr.cli.exit_codes import exit_code, run_command
 from dgr.cli.main import _parser, main
 from dgr.cli.up import _Reporter
 from dgr.core.route import LayerRange, StageRef
@@ -296,6 +296,34 @@ def test_a_prompt_that_is_not_utf8_is_refused_with_its_place(data: bytes, said: 
     with pytest.raises(InputError) as refused:
         streams.read_prompt("-")
     assert said in str(refused.value)
+
+
+def test_an_input_without_an_end_is_refused(
+    monkeypatch: pytest.MonkeyPatch, run: Callable, small: Path, tmp_path: Path
+) -> None:
+    zeros = Path("/dev/zero")
+    with zeros.open() as endless:
+        monkeypatch.setattr(sys, "stdin", endless)
+        with pytest.raises(InputError, match="standard input is not a prompt: it has more than 67108864 bytes"):
+            streams.read_prompt("-")
+    result = run("logits", "--model", small, "--tokens", zeros, "--out", tmp_path / "x.f32")
+    assert (result.code, "/dev/zero is not a file of token ids: it has more than" in result.err) == (2, True)
+    assert run("keys", "a", "--out", tmp_path / "keys").code == 0
+    (tmp_path / "keys" / "ca.pem").unlink()
+    (tmp_path / "keys" / "ca.pem").symlink_to(zeros)
+    result = run("keys", "b", "--out", tmp_path / "keys")
+    assert (result.code, "is not a certificate: it has more than 1048576 bytes" in result.err) == (2, True)
+    for command in (["up", zeros], ["doctor", "--route", zeros], ["generate", "--route", zeros, "--prompt", "x"]):
+        assert run(*command).code == 2
+
+
+def test_a_lack_of_memory_is_told_on_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    def command() -> int:
+        raise MemoryError
+
+    assert run_command("dgr", command) == 1
+    told = capsys.readouterr().err
+    assert (told.count("\n"), "may take no more memory" in told) == (1, True)
 
 
 @pytest.mark.parametrize("text", ["é漢😀", "a\r\nb\rc\n", "nul\0", " ", "\ufeffa".encode()[3:].decode() + "\ufeff"])
