@@ -17,7 +17,7 @@ from pathlib import Path
 
 import psutil
 
-__all__ = ["available_cpus", "available_memory", "usable_memory"]
+__all__ = ["available_cpus", "available_memory", "memory_limits", "usable_memory"]
 
 #: The file system in which ``proc`` and the mounts of control groups are looked up; tests have their own.
 _ROOT = Path("/")
@@ -108,8 +108,13 @@ def _limits(group: Path) -> Iterator[int]:
 def usable_memory() -> int:
     """Bytes of memory that this process could ever have: the least of the host's, its own and of every limit above it."""
     found = [int(psutil.virtual_memory().total), *(limit for group in _groups("memory") for limit in _limits(group))]
-    own, _ = resource.getrlimit(resource.RLIMIT_AS)
-    return min(found if own == resource.RLIM_INFINITY else [*found, own])
+    return min([*found, *memory_limits()])
+
+
+def memory_limits() -> list[int]:
+    """The limits of this process itself, bytes: of its address space (``ulimit -v``) and of its data (``ulimit -d``)."""
+    limits = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA))
+    return [limit for limit in limits if limit != resource.RLIM_INFINITY]
 
 
 def available_memory() -> int:

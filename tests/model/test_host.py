@@ -152,5 +152,10 @@ def test_a_folder_with_a_blank_is_found(tree: Callable[..., None]) -> None:
 
 
 def test_the_limit_of_the_process_itself_counts(tree: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda _: (700 * MIB, resource.RLIM_INFINITY))
-    assert usable_memory() == 700 * MIB
+    limits = dict.fromkeys((resource.RLIMIT_AS, resource.RLIMIT_DATA), resource.RLIM_INFINITY)
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (limits[kind], resource.RLIM_INFINITY))
+    assert usable_memory() == TOTAL
+    for kind in limits:
+        monkeypatch.setitem(limits, kind, 700 * MIB)
+        assert usable_memory() == 700 * MIB
+        monkeypatch.setitem(limits, kind, resource.RLIM_INFINITY)

@@ -1,4 +1,4 @@
-"""Below ``ulimit -v`` a stage opens or is refused with the arithmetic: llama.cpp aborts where its bookkeeping fails."""
+"""Below ``ulimit -v`` or ``-d`` a stage opens or is refused with the arithmetic: llama.cpp aborts where bookkeeping fails."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+LIMITS = pytest.mark.parametrize("limit", ["RLIMIT_AS", "RLIMIT_DATA"])
 #: Goes through doors with so many MiB of address space left, and says what came of each.
 DOORS = """
 import resource, sys
@@ -28,36 +29,39 @@ doors = {
     "vocabulary": lambda: LlamaVocabulary(artifact).close(),
     "kernels": kernel_fingerprint,
 }
-hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-for door, left in zip(sys.argv[2::2], map(int, sys.argv[3::2])):
+kind = getattr(resource, sys.argv[2])
+hard = resource.getrlimit(kind)[1]
+field = {"RLIMIT_AS": 0, "RLIMIT_DATA": 5}[sys.argv[2]]
+for door, left in zip(sys.argv[3::2], map(int, sys.argv[4::2])):
     print(door, left, end=" ", flush=True)
-    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (taken + (left << 20), hard))
+    taken = int(Path("/proc/self/statm").read_text().split()[field]) * resource.getpagesize()
+    resource.setrlimit(kind, (taken + (left << 20), hard))
     try:
         doors[door]()
         said = "opened"
     except BudgetExceeded as refused:
         said = f"refused: {refused}"
-    resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
+    resource.setrlimit(kind, (hard, hard))
     print(said, flush=True)
 """
 
 
-def through(model: Path, *doors: tuple[str, int]) -> list[str]:
-    """What a child says of every door."""
+def through(model: Path, limit: str, *doors: tuple[str, int]) -> list[str]:
+    """What a child says of every door, below a limit."""
     asked = [str(part) for door in doors for part in door]
     done = subprocess.run(
-        [sys.executable, "-c", DOORS, str(model), *asked], capture_output=True, text=True, check=False
+        [sys.executable, "-c", DOORS, str(model), limit, *asked], capture_output=True, text=True, check=False
     )
     said = done.stdout.splitlines()
     assert done.returncode == 0, f"{said[-1:]}: {done.returncode}: {done.stderr[-300:]}"
     return said
 
 
-def test_a_stage_opens_or_is_refused(five_layers):
+@LIMITS
+def test_a_stage_opens_or_is_refused(five_layers, limit):
     little = (("engine", 220), ("engine", 300), ("estimate", 100), ("vocabulary", 40), ("kernels", 30))
     enough = (("vocabulary", 160), ("kernels", 100), ("estimate", 480), ("engine", 480))
-    said = through(five_layers, *little, *enough)
+    said = through(five_layers, limit, *little, *enough)
     for (door, left), line in zip(little, said, strict=False):
         assert line.startswith(f"{door} {left} refused:")
         assert "of address space, more than is left below the limit of" in line
@@ -65,9 +69,10 @@ def test_a_stage_opens_or_is_refused(five_layers):
 
 
 @pytest.mark.slow
+@LIMITS
 @pytest.mark.parametrize("door", ["engine", "estimate", "vocabulary", "kernels"])
-def test_no_limit_ends_the_process(five_layers, door):
+def test_no_limit_ends_the_process(five_layers, door, limit):
     lefts: Iterable[int] = range(0, 520, 5)
-    said = through(five_layers, *((door, left) for left in lefts))
+    said = through(five_layers, limit, *((door, left) for left in lefts))
     assert len(said) == 104
     assert {line.split()[2] for line in said} == {"opened", "refused:"}
