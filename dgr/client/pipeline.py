@@ -126,6 +126,7 @@ class Pipeline:
         Raises :class:`InvalidRoute` when the stages do not fit together (the old route stays), :class:`PeerRefused` or
         :class:`DeadlineExceeded` when a stage does not fence (the route is then down until it does, or the next change).
         """
+        check_instance("route", route, Route)
         await self._client.change(route)
 
     async def wait_live(self) -> None:
@@ -158,7 +159,7 @@ async def open_pipeline_on(
         check_whole("window", window, 1, INBOX)  # more would not fit a session's inbox on a stage
     check_whole("retries", retries, 0)
     check_instance("route", route, Route)
-    timeouts = timeouts or Timeouts()
+    timeouts = Timeouts() if timeouts is None else timeouts
     check_instance("timeouts", timeouts, Timeouts)
     hub = EventHub()
     client = RouteClient(connect, chunk=chunk, window=window, timeouts=timeouts, emit=hub.emit)

@@ -19,7 +19,7 @@ from dgr.client.events import Cancelled, Prefilled, PrefillProgress, RePrefilled
 from dgr.client.generation import Generation, Vocabulary
 from dgr.client.replies import control_error
 from dgr.client.work import SessionRoute, SessionWork, WorkRequest
-from dgr.core.arguments import check_whole, token_ids
+from dgr.core.arguments import check_callable, check_whole, token_ids
 from dgr.core.state_machine import Machine
 from dgr.core.values import SamplingParams
 from dgr.errors import (
@@ -135,7 +135,7 @@ class ClientSession:
         if max_tokens is not None:
             check_whole("max_tokens", max_tokens, 0)
         n_vocab = self._route.limits.n_vocab
-        drawn_with = check_sampling(sampling or SamplingParams(), n_vocab)
+        drawn_with = check_sampling(SamplingParams() if sampling is None else sampling, n_vocab)
         ending = None if stop is None else frozenset(token_ids("stop", stop, n_vocab))
         if isinstance(prompt, str):
             if self._vocabulary is None:
@@ -161,6 +161,7 @@ class ClientSession:
         :class:`~dgr.client.generation.Generation` raise.
         """
         self._check_free()
+        check_callable("rows", rows)
         rows_from = len(self.transcript)
         new = token_ids("tokens", tokens, self._route.limits.n_vocab, rows_from)
         self._rewrite([*self.transcript, *new])

@@ -12,7 +12,7 @@ from attrs import field, frozen
 
 from dgr.artifact.artifact import Artifact
 from dgr.client.pipeline import Pipeline, Timeouts, open_pipeline_on
-from dgr.core.arguments import check_flag, check_instance, check_whole, number, optional, whole
+from dgr.core.arguments import check_callable, check_flag, check_instance, check_whole, number, optional, whole
 from dgr.core.mtp import refuse_value
 from dgr.core.route import LayerRange, Route, StageRef, parse_split
 from dgr.core.values import ContextParams, StageIdentity
@@ -68,8 +68,9 @@ class LocalCluster:
         if name in self._shards:
             engine.stop()
             raise InputError(f"a stage {name!r} runs here already; stop it first, or take another name")
+        policy = ShardPolicy() if policy is None else policy
         async with cancelled_first():
-            return await self._nursery.start(self._run, name, engine, policy or ShardPolicy())  # type: ignore[no-any-return]
+            return await self._nursery.start(self._run, name, engine, policy)  # type: ignore[no-any-return]
 
     async def _run(
         self,
@@ -263,9 +264,12 @@ async def open_pipeline(
     """
     refuse_value("mtp", mtp)
     check_whole("threads", threads, 1, MOST_THREADS)
-    context, policy = context or ContextParams(), policy or ShardPolicy()
+    context = ContextParams() if context is None else context
+    policy = ShardPolicy() if policy is None else policy
     check_instance("context", context, ContextParams)
     check_instance("policy", policy, ShardPolicy)
+    if on_shard is not None:
+        check_callable("on_shard", on_shard)
     models = _models(model)
     artifacts = [await trio.to_thread.run_sync(Artifact.open, path) for path in models]
     n_layers = artifacts[0].hp.n_layers

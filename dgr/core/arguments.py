@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from dgr.errors import InputError, InvalidToken
 
 __all__ = [
+    "check_callable",
     "check_flag",
     "check_instance",
     "check_member",
@@ -71,6 +72,11 @@ def check_text(name: str, value: object) -> None:
 def check_instance(name: str, value: object, *kinds: type) -> None:
     if not isinstance(value, kinds):
         raise InputError(f"{name} is {_shown(value)}; give a {' or a '.join(kind.__name__ for kind in kinds)}")
+
+
+def check_callable(name: str, value: object) -> None:
+    if not callable(value):
+        raise InputError(f"{name} is {_shown(value)}; give a function")
 
 
 def check_member(name: str, value: object, kind: type[M]) -> None:

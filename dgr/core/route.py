@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from attrs import frozen
+from attrs import field, frozen
 from msgspec import Struct
 
+from dgr.core.arguments import check_instance, instance, text
 from dgr.core.scalars import U32
 from dgr.errors import InvalidLayerRange, InvalidRoute
 
@@ -23,6 +24,10 @@ class LayerRange(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tru
     end: U32
 
     def __post_init__(self) -> None:
+        if not type(self.begin) is type(self.end) is int:
+            raise InvalidLayerRange(
+                f"layer range {self.begin!r}:{self.end!r} is not made of two whole numbers; write A:B, for example 0:15"
+            )
         if self.begin < 0 or self.end <= self.begin:
             raise InvalidLayerRange(
                 f"layer range {self.begin}:{self.end} is empty; write A:B with 0 <= A < B, for example 0:15"
@@ -83,15 +88,21 @@ def parse_split(text: str, n_layers: int) -> tuple[LayerRange, ...]:
 class StageRef:
     """A stage by its address and the layers it owns. In one process the address is a name."""
 
-    address: str
-    layers: LayerRange
+    address: str = field(validator=text())
+    layers: LayerRange = field(validator=instance(LayerRange))
 
 
 @frozen
 class Route:
     """Ordered stages, head first. :meth:`check` proves that they cover the model exactly once."""
 
-    stages: tuple[StageRef, ...]
+    stages: tuple[StageRef, ...] = field(validator=instance(tuple))
+
+    def __attrs_post_init__(self) -> None:
+        if not self.stages:
+            raise InvalidRoute("the route has no stage; give one or more, head first")
+        for stage in self.stages:
+            check_instance("a stage of the route", stage, StageRef)
 
     def check(self, n_layers: int) -> None:
         """Refuse a route that does not cover ``0:n_layers`` exactly once, or that names an address twice."""

@@ -12,7 +12,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from dgr.artifact.artifact import Artifact
-from dgr.core.arguments import check_flag, check_whole
+from dgr.core.arguments import check_flag, check_instance, check_whole
 from dgr.core.mtp import CAPABILITY, RESERVED, refuse_value
 from dgr.core.route import LayerRange
 from dgr.core.values import (
@@ -98,6 +98,17 @@ def _open(
     return open_stage(native, artifact, layers, params, needs)
 
 
+def _given(
+    artifact: Artifact, layers: LayerRange | None, context: ContextParams | None
+) -> tuple[ContextParams, LayerRange]:
+    """The context and the layers of a stage: what was asked for, or the defaults."""
+    context = ContextParams() if context is None else context
+    layers = artifact.layers if layers is None else layers
+    check_instance("context", context, ContextParams)
+    check_instance("layers", layers, LayerRange)
+    return context, layers
+
+
 def _read_info(native: Native, stage: Any) -> Any:
     info = native.ffi.new("dgr_stage_info *")
     native.check(native.lib.dgr_stage_info_get(stage, info), "stage info")
@@ -117,9 +128,9 @@ def estimate_memory(
 ) -> MemoryReport:
     """What a stage would allocate, to the byte as the native allocator counts it, with nothing allocated."""
     artifact = model if isinstance(model, Artifact) else Artifact.open(model)
-    layers = layers or artifact.layers
+    context, layers = _given(artifact, layers, context)
     native = default_native()
-    stage = _open(native, artifact, layers, context or ContextParams(), {"dry_run": True})
+    stage = _open(native, artifact, layers, context, {"dry_run": True})
     try:
         return _memory_of(_read_info(native, stage))
     finally:
@@ -153,8 +164,7 @@ class LlamaEngine(NativeHandle):
         """
         refuse_value("mtp", mtp)
         artifact = model if isinstance(model, Artifact) else Artifact.open(model)
-        context = context or ContextParams()
-        layers = layers or artifact.layers
+        context, layers = _given(artifact, layers, context)
         artifact.check(layers)
         if certified_only and context.numerics is Numerics.EXACT:
             require_certified((kind.label for kind in artifact.matrix_types(layers)), context.type_k)

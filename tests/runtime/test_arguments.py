@@ -20,7 +20,7 @@ from dgr.client.pipeline import Pipeline, Timeouts
 from dgr.cluster.local import ShardPolicy
 from dgr.cluster.remote import LinkPolicy
 from dgr.core.values import ContextParams, Expectation, Key, Numerics, SamplingParams
-from dgr.errors import InputError, InvalidToken
+from dgr.errors import InputError, InvalidLayerRange, InvalidToken
 from dgr.protocol.sampling import check_sampling, sampling_problem
 from dgr.wire import frames
 
@@ -93,6 +93,12 @@ def test_sensible_options_are_taken() -> None:
         ({"model": [5]}, "model is 5"),
         ({"model": b"model.gguf"}, "model is b.model.gguf"),
         ({"model": []}, "no model was given"),
+        ({"on_shard": 5}, "on_shard is 5; give a function"),
+        *(
+            ({name: empty}, f"{name} is .*; give a {kind}")
+            for name, kind in (("context", "ContextParams"), ("policy", "ShardPolicy"), ("timeouts", "Timeouts"))
+            for empty in (0, "", {}, ())
+        ),
     ],
 )
 async def test_an_absurd_argument_of_open_pipeline_is_refused_by_name(small, options: dict, words: str) -> None:
@@ -118,6 +124,44 @@ async def test_an_absurd_argument_of_open_route_is_refused_by_name(
     with pytest.raises(InputError, match=words):
         async with dgr.open_route(given, **options):
             pass
+
+
+@pytest.mark.parametrize(
+    "bounds", [(0.0, 5), (0, 1.5), (NAN, 5), (0, "5"), (None, 5), (True, 5), (np.int64(0), 5), (0, [5])]
+)
+def test_a_layer_range_has_whole_numbers(bounds: tuple[object, object]) -> None:
+    with pytest.raises(InvalidLayerRange, match="is not made of two whole numbers"):
+        dgr.LayerRange(*bounds)
+
+
+LAYERS = dgr.LayerRange(0, 5)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: dgr.StageRef(5, LAYERS), "address is 5; give a text"),
+        (lambda: dgr.StageRef("a", "0:5"), "layers is '0:5'; give a LayerRange"),
+        (lambda: dgr.Route(()), "the route has no stage"),
+        (lambda: dgr.Route([dgr.StageRef("a", LAYERS)]), "stages is .*; give a tuple"),
+        (lambda: dgr.Route(("a",)), "a stage of the route is 'a'; give a StageRef"),
+        (lambda: dgr.Route(5), "stages is 5; give a tuple"),
+    ],
+)
+def test_a_route_is_made_of_stages(make: Callable[[], object], words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        make()
+
+
+@pytest.mark.parametrize("value", [5, None, "0:5", (), LAYERS])
+async def test_only_a_route_or_a_function_is_taken_for_one(autojump_clock: trio.abc.Clock, value: object) -> None:
+    async with open_stages(TWO) as stages, stages.pipeline(TWO) as pipeline, pipeline.session() as session:
+        with pytest.raises(InputError, match=r"route is .*; give a Route"):
+            await pipeline.change_route(value)
+        with pytest.raises(InputError, match=r"rows is .*; give a function"):
+            await session.logits(PROMPT, value)
+        assert (pipeline.epoch, session.transcript) == (1, [])
+        assert await take(session.generate(PROMPT, max_tokens=3), 3) == reference(PROMPT, 3)
 
 
 @pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, pickle.dumps])
