@@ -7,7 +7,7 @@ import re
 __all__ = ["one_line", "printable", "utf8"]
 
 #: What a terminal acts upon (C0, DEL, C1), what breaks a line, what turns the reading direction around, and surrogates.
-_UNFIT = r"\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff"
+_UNFIT = r"\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff"
 _IN_TEXT = re.compile(f"[{_UNFIT}]")
 _IN_LINE = re.compile(f"[\\t\\n{_UNFIT}]")
 _SURROGATE = re.compile(r"[\ud800-\udfff]")

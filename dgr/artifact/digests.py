@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -49,6 +50,7 @@ _COSTLY = 1 << 30
 _now = time.time
 
 _Record = dict[str, str]
+_Digest = Annotated[str, msgspec.Meta(pattern=f"^[0-9a-f]{{{2 * DIGEST_SIZE}}}$")]
 _Job = tuple[GgufFile, Sequence[TensorInfo]]
 
 
@@ -97,7 +99,7 @@ def _record_path(key: str) -> Path:
 
 def _read_record(key: str) -> _Record:
     try:
-        return msgspec.json.decode(_record_path(key).read_bytes(), type=_Record)
+        return msgspec.json.decode(_record_path(key).read_bytes(), type=dict[str, _Digest])
     except (OSError, msgspec.DecodeError):
         return {}
 

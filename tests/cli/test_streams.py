@@ -225,14 +225,14 @@ def test_a_route_file_is_not_touched_when_it_could_not_name_the_model(odd: Path,
 
 
 def test_what_is_printed_for_a_terminal_moves_no_cursor(small: Path, tmp_path: Path) -> None:
-    name = tmp_path / "m\x1b[31m\u202e\x07.gguf"
+    name = tmp_path / "m\x1b[31m\u061c\u202e\x07.gguf"
     shutil.copy(small, name)
     result = forked(["inspect", name], out=tmp_path)
     assert result.code == 0
-    assert rb"m\x1b[31m\u202e\x07.gguf" in result.out
+    assert rb"m\x1b[31m\u061c\u202e\x07.gguf" in result.out
     assert b"\x1b" not in result.out
     missing = forked(["inspect", f"{name}\nERROR forged"], out=tmp_path)
-    assert rb"m\x1b[31m\u202e\x07.gguf\nERROR forged" in missing.err
+    assert rb"m\x1b[31m\u061c\u202e\x07.gguf\nERROR forged" in missing.err
     assert missing.err.count(b"\n") == 1
 
 

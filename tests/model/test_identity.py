@@ -305,7 +305,7 @@ def test_progress_counts_every_byte_once(old: Path) -> None:
     assert seen == []
 
 
-@pytest.mark.parametrize("damage", ["", "{", "[1]", '{"a": 1}'])
+@pytest.mark.parametrize("damage", ["", "{", "[1]", '{"a": 1}', '{"output.weight": "zz"}', '{"output.weight": ""}'])
 def test_a_damaged_record_is_made_again(old: Path, cache: Path, damage: str) -> None:
     identity = Artifact.open(old).identity
     (record,) = (cache / "digests").glob("*.json")
