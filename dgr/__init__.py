@@ -15,18 +15,22 @@
 
 from __future__ import annotations
 
-from dgr.artifact.artifact import Artifact
-from dgr.client.generation import GeneratedToken, Generation
-from dgr.client.pipeline import Pipeline, Timeouts, open_pipeline_on
-from dgr.client.session import ClientSession
-from dgr.cluster.local import LocalCluster, ShardPolicy, open_cluster, open_pipeline
-from dgr.cluster.remote import LinkPolicy, open_route
-from dgr.core.route import LayerRange, Route, StageRef
-from dgr.core.values import ContextParams, Numerics, SamplingParams
-from dgr.engine.base import ShardEngine
-from dgr.engine.llama import LlamaEngine
-from dgr.engine.vocab import LlamaVocabulary
-from dgr.errors import DgrError
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from dgr.artifact.artifact import Artifact
+    from dgr.client.generation import GeneratedToken, Generation
+    from dgr.client.pipeline import Pipeline, Timeouts, open_pipeline_on
+    from dgr.client.session import ClientSession
+    from dgr.cluster.local import LocalCluster, ShardPolicy, open_cluster, open_pipeline
+    from dgr.cluster.remote import LinkPolicy, open_route
+    from dgr.core.route import LayerRange, Route, StageRef
+    from dgr.core.values import ContextParams, Numerics, SamplingParams
+    from dgr.engine.base import ShardEngine
+    from dgr.engine.llama import LlamaEngine
+    from dgr.engine.vocab import LlamaVocabulary
+    from dgr.errors import DgrError
 
 __all__ = [
     "Artifact",
@@ -53,3 +57,44 @@ __all__ = [
     "open_pipeline_on",
     "open_route",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Import what is asked for when it is asked for: a command that only shows its help needs none of it."""
+    module = _HOMES.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(module), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+#: Public name -> the module that has it.
+_HOMES = {
+    "Artifact": "dgr.artifact.artifact",
+    "ClientSession": "dgr.client.session",
+    "ContextParams": "dgr.core.values",
+    "DgrError": "dgr.errors",
+    "GeneratedToken": "dgr.client.generation",
+    "Generation": "dgr.client.generation",
+    "LayerRange": "dgr.core.route",
+    "LinkPolicy": "dgr.cluster.remote",
+    "LlamaEngine": "dgr.engine.llama",
+    "LlamaVocabulary": "dgr.engine.vocab",
+    "LocalCluster": "dgr.cluster.local",
+    "Numerics": "dgr.core.values",
+    "Pipeline": "dgr.client.pipeline",
+    "Route": "dgr.core.route",
+    "SamplingParams": "dgr.core.values",
+    "ShardEngine": "dgr.engine.base",
+    "ShardPolicy": "dgr.cluster.local",
+    "StageRef": "dgr.core.route",
+    "Timeouts": "dgr.client.pipeline",
+    "open_cluster": "dgr.cluster.local",
+    "open_pipeline": "dgr.cluster.local",
+    "open_pipeline_on": "dgr.client.pipeline",
+    "open_route": "dgr.cluster.remote",
+}

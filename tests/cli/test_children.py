@@ -18,7 +18,7 @@ from attrs import frozen
 
 import dgr.cli.up
 from dgr.cli.children import python_module
-from dgr.cli.main import _parser
+from dgr.cli.command_line import _parser
 from dgr.cli.up import _keep, stage_command
 from dgr.cluster.remote import LinkPolicy
 from dgr.cluster.route_file import RouteFile

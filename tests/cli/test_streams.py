@@ -23,8 +23,8 @@ import dgr.cli.selftest
 import dgr.cli.stage
 import dgr_bench.cli
 from dgr.cli import progress, streams
+from dgr.cli.command_line import _parser, main
 from dgr.cli.exit_codes import exit_code, run_command
-from dgr.cli.main import _parser, main
 from dgr.cli.up import _Reporter
 from dgr.core.route import LayerRange, StageRef
 from dgr.engine.numerics import Certificate
