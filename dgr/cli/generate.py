@@ -24,7 +24,7 @@ from dgr.cluster.remote import open_route
 from dgr.cluster.route_file import read_route_file
 from dgr.core.units import human_bytes
 from dgr.core.values import SamplingParams
-from dgr.errors import InputError
+from dgr.errors import InputError, WireError
 from dgr.stage.shard import Shard
 from dgr.wire.nurseries import open_nursery
 
@@ -48,7 +48,8 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
         "--wait",
         type=float,
         metavar="SECONDS",
-        help=f"with --route: wait this long for a route that is not live (default: {Timeouts().route:g})",
+        help="with --route: wait this long for stages that are not up yet, and for a route that is not live"
+        f" (default: none at the start, {Timeouts().route:g} later)",
     )
     parser.add_argument("--prompt", required=True, metavar="TEXT", help="the prompt; - reads standard input")
     parser.add_argument(
@@ -125,11 +126,25 @@ def _sampling(args: argparse.Namespace) -> SamplingParams:
     )
 
 
+async def _enter(stack: AsyncExitStack, args: argparse.Namespace, shards: list[Shard]) -> Pipeline:
+    """Open the pipeline; with ``--wait``, try until then to reach stages that are not up yet."""
+    deadline = trio.current_time() + (args.wait or 0.0)
+    pause = 0.05
+    while True:
+        try:
+            return await stack.enter_async_context(_open(args, shards))
+        except WireError:
+            if trio.current_time() + pause > deadline:
+                raise
+        await trio.sleep(pause)
+        pause = min(2 * pause, 0.5)
+
+
 async def _generate(args: argparse.Namespace, prompt: str) -> int:
     shards: list[Shard] = []
     async with AsyncExitStack() as stack:
         with progress_bar("opening the stages"):
-            pipeline = await stack.enter_async_context(_open(args, shards))
+            pipeline = await _enter(stack, args, shards)
         stages = [_stage(shard) for shard in shards] if shards else _remote_stages(pipeline)
         if not args.json:
             _print_stages(stages)

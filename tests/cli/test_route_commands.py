@@ -4,6 +4,7 @@ when something is wrong."""
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from commands import Result, Stage
 from dgr.artifact.artifact import Artifact
 from dgr.cli import generate
 from dgr.core.route import LayerRange, StageRef
+from dgr.testing.network.processes import free_ports
 
 PROMPT = ("--prompt", "The quick brown fox", "-n", "8")
 CONTEXT = {"n_ctx": 256, "n_batch": 32, "n_ubatch": 32, "n_seq_max": 4}
@@ -102,6 +104,23 @@ def test_generate_over_stages_that_are_not_there(run: Callable, cluster: Cluster
     assert result.code == 1
     assert "cannot connect to 127.0.0.1:1: " in result.err
     assert len(result.err.splitlines()) == 1
+
+
+def test_generate_waits_for_stages_that_are_not_up_yet(
+    run: Callable, cluster: Cluster, stages: Callable, route_file: Callable
+) -> None:
+    (port,) = free_ports(1)
+    tail = StageRef(f"127.0.0.1:{port}", LayerRange(3, 7))
+    path = route_file([cluster.head.ref, tail], model=cluster.model)
+    assert run("generate", "--route", path, *PROMPT).code == 1, "nobody is there yet, and nobody was told to wait"
+    late = threading.Thread(target=stages, args=((cluster.model, "3:7", "--listen", tail.address),))
+    late.start()
+    try:
+        result = run("generate", "--route", path, *PROMPT, "--wait", "60", "--json")
+    finally:
+        late.join()
+    assert result.code == 0, result.err
+    assert len(result.json()["tokens"]) == 8
 
 
 def test_generate_waits_for_a_lost_stage_as_long_as_it_is_told(
