@@ -3,6 +3,7 @@
 # make test-long what takes minutes: every cut, the unpatched reference, soaks
 # make test-fuzz:  thousands of damaged inputs, seeded
 # make test-llama-bench: what runs upstream's llama-bench, which it builds on demand
+# make test-kernel-builds: exact numerics on builds for other instruction sets, which it makes on demand
 # make lint      ruff, mypy, import-linter
 # make build     the virtual environment with dgr in it, editable; C++ changes rebuild
 # make ctest     the C++ tests, built on their own out of tree
@@ -28,7 +29,7 @@ export CC CXX
 # The build tools of the environment come first, also for the programs that they start.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo numerics test test-long test-fuzz test-llama-bench lint build ctest check-patches check-mtp clean
+.PHONY: demo numerics test test-long test-fuzz test-llama-bench test-kernel-builds lint build ctest check-patches check-mtp clean
 
 demo: build numerics $(MODEL)
 	$(BIN)/dgr generate --model $(MODEL) --split 0:15,15:29,29:43 --prompt "The quick brown fox" -n 32 --verify
@@ -39,7 +40,7 @@ $(MODEL): $(VENV)/.stamp-dgr
 	touch $@
 
 test: build
-	$(BIN)/python -m pytest -m "not slow and not native_reference and not llama_bench and not fuzz"
+	$(BIN)/python -m pytest -m "not slow and not native_reference and not llama_bench and not fuzz and not kernel_builds"
 
 test-long: build
 	$(BIN)/python -m pytest -m "slow or native_reference"
@@ -49,6 +50,9 @@ test-fuzz: build
 
 test-llama-bench: build
 	$(BIN)/python -m pytest -m llama_bench
+
+test-kernel-builds: build
+	$(BIN)/python -m pytest -m kernel_builds
 
 # Which types are exact on these kernels; exact numerics run with no others. Recorded once for every kernel fingerprint.
 numerics: $(VENV)/.stamp-numerics

@@ -8,6 +8,7 @@
 #define XXH_INLINE_ALL // nothing of it becomes a symbol
 #include "hash/xxhash/xxhash.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstring>
@@ -81,14 +82,23 @@ private:
         return inputs.back();
     }
 
-    // The weight types of V4 files, and the row counts at which kernels change course.
+    // The types that have a kernel of ours, one that has none, and the row counts at which kernels change course; for float
+    // types rows that no vector divides. Products with experts run the same kernels.
     void matmuls() {
-        const int64_t n_in = 512, n_out = 40;
-        for (const ggml_type type : { GGML_TYPE_F32, GGML_TYPE_F16, GGML_TYPE_BF16, GGML_TYPE_Q8_0, GGML_TYPE_Q4_K, GGML_TYPE_MXFP4 }) {
+        const int64_t n_out = 41;
+        for (const ggml_type type : { GGML_TYPE_F32, GGML_TYPE_F16, GGML_TYPE_BF16, GGML_TYPE_Q8_0, GGML_TYPE_MXFP4,
+                                      GGML_TYPE_Q4_K, GGML_TYPE_Q2_K, GGML_TYPE_Q6_K, GGML_TYPE_IQ2_XXS, GGML_TYPE_Q4_0 }) {
+            const int64_t n_in    = ggml_blck_size(type) == 1 ? 523 : 512;
             ggml_tensor * weights = input(type, n_in, n_out);
-            for (const int64_t n_rows : { 1, 2, 5, 64 }) {
+            for (const int64_t n_rows : { 1, 2, 3, 5, 8, 17, 64 }) {
                 outputs.push_back(ggml_mul_mat(ctx.get(), weights, input(GGML_TYPE_F32, n_in, n_rows)));
             }
+        }
+        const int64_t n_experts = 4, n_used = 2, n_tokens = 9;
+        ggml_tensor * ids = input(GGML_TYPE_I32, n_used, n_tokens);
+        for (const ggml_type type : { GGML_TYPE_MXFP4, GGML_TYPE_Q2_K }) {
+            ggml_tensor * weights = input(type, 512, n_out, n_experts);
+            outputs.push_back(ggml_mul_mat_id(ctx.get(), weights, input(GGML_TYPE_F32, 512, 1, n_tokens), ids));
         }
     }
 
@@ -109,34 +119,47 @@ private:
             /*attn_factor =*/ 1.0f, /*beta_fast =*/ 32.0f, /*beta_slow =*/ 1.0f));
     }
 
-    // One query over enough keys for the split-KV kernel, and enough queries for the tiled one.
+    // More heads than one group, more cells than one block and not a multiple of it, some of them masked; one query and many.
     void attention() {
-        const int64_t dim = 64, n_heads = 4, n_keys = 768;
-        ggml_tensor * k = input(GGML_TYPE_F16, dim, n_keys);
-        for (const int64_t n_queries : { 1, 65 }) {
-            ggml_tensor * q    = input(GGML_TYPE_F32, dim, n_queries, n_heads);
-            ggml_tensor * mask = input(GGML_TYPE_F16, n_keys, n_queries);
-            outputs.push_back(ggml_flash_attn_ext(ctx.get(), q, k, k, mask, 0.125f, 0.0f, 0.0f));
+        const int64_t dim = 64, n_heads = 20, n_keys = 770;
+        for (const ggml_type type : { GGML_TYPE_F16, GGML_TYPE_Q8_0 }) {
+            ggml_tensor * k = input(type, dim, n_keys);
+            for (const int64_t n_queries : { 1, 65 }) {
+                ggml_tensor * q    = input(GGML_TYPE_F32, dim, n_queries, n_heads);
+                ggml_tensor * mask = input(GGML_TYPE_F16, n_keys, n_queries);
+                masks.push_back(mask);
+                outputs.push_back(ggml_flash_attn_ext(ctx.get(), q, k, k, mask, 0.125f, 0.0f, 0.0f));
+                ggml_flash_attn_ext_add_sinks(outputs.back(), input(GGML_TYPE_F32, n_heads));
+            }
         }
     }
 
-    static void fill(ggml_tensor * tensor, uint64_t stream) {
+    void fill(ggml_tensor * tensor, uint64_t stream) const {
         const int64_t n = ggml_nelements(tensor);
-        if (tensor->type == GGML_TYPE_I32) {
-            std::vector<int32_t> positions(n);
+        if (tensor->type == GGML_TYPE_I32) { // positions, or expert numbers
+            std::vector<int32_t> numbers(n);
             for (int64_t i = 0; i < n; ++i) {
-                positions[i] = (int32_t) (i * 1009);
+                numbers[i] = (int32_t) (tensor->ne[1] == 1 ? i * 1009 : (i + i / tensor->ne[0]) % 4);
             }
-            ggml_backend_tensor_set(tensor, positions.data(), 0, ggml_nbytes(tensor));
+            ggml_backend_tensor_set(tensor, numbers.data(), 0, ggml_nbytes(tensor));
             return;
         }
         std::vector<float> values(n);
         for (int64_t i = 0; i < n; ++i) {
             values[i] = value(stream, i);
         }
+        if (std::find(masks.begin(), masks.end(), tensor) != masks.end()) {
+            for (float & x : values) { // a quarter is not seen
+                x = x < -0.5f ? -INFINITY : x;
+            }
+        }
         std::vector<uint8_t> data(ggml_nbytes(tensor));
         if (tensor->type == GGML_TYPE_F32) {
             memcpy(data.data(), values.data(), data.size());
+        } else if (tensor->type == GGML_TYPE_IQ2_XXS) { // every block is one; to look for good ones takes a second
+            for (size_t i = 0; i < data.size(); ++i) {
+                data[i] = i % ggml_type_size(tensor->type) < 2 ? 0x18 : (uint8_t) (int) (values[i] * 128.0f);
+            }
         } else {
             ggml_quantize_chunk(tensor->type, values.data(), data.data(), 0, ggml_nrows(tensor), tensor->ne[0], nullptr);
         }
@@ -146,6 +169,7 @@ private:
     std::unique_ptr<ggml_context, free_ggml>    ctx;
     std::unique_ptr<ggml_backend, free_backend> backend;
     std::vector<ggml_tensor *> inputs;
+    std::vector<ggml_tensor *> masks;
     std::vector<ggml_tensor *> outputs;
 };
 

@@ -12,6 +12,7 @@ key made of everything that decides what the libraries compute: pin, patches, co
 
 DGR_LLAMA_CPP_SOURCE names a checkout to use in place of the download; it must have the pinned digest.
 DGR_LLAMA_CMAKE_ARGS are further CMake arguments for llama.cpp, for instance -DGGML_CUDA=ON.
+DGR_EXACT_KERNELS=OFF leaves out the kernels of our patches: exact numerics then run on upstream's own, slower.
 """
 
 from __future__ import annotations
@@ -145,6 +146,14 @@ def compiler_version(compiler: str) -> str:
     return answer.stdout.splitlines()[0]
 
 
+def exact_kernels() -> str:
+    """Return whether exact numerics get kernels of ours, as a CMake truth value."""
+    chosen = os.environ.get("DGR_EXACT_KERNELS") or "ON"
+    if chosen not in {"ON", "OFF"}:
+        raise BuildError(f"DGR_EXACT_KERNELS is {chosen!r}: ON or OFF")
+    return chosen
+
+
 class Flavour:
     """What to build: patched or not, libraries or llama-bench, with which compilers and options."""
 
@@ -155,6 +164,8 @@ class Flavour:
         self.cxx = shutil.which(cxx) or cxx
         self.patch_digest = patch_digest() if patched else "unpatched"
         self.cmake_args = [*CMAKE_ARGS, *shlex.split(os.environ.get("DGR_LLAMA_CMAKE_ARGS", ""))]
+        if patched:
+            self.cmake_args.append(f"-DGGML_CPU_EXACT={exact_kernels()}")
         if llama_bench:
             self.cmake_args += LLAMA_BENCH_ARGS
 

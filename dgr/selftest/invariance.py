@@ -1,9 +1,9 @@
 """The invariance suite: which weight and K-cache types give the same bits, however the same tokens are run.
 
 A small model per type (five layers: window-only, CSA and HCA, routed by token id and by router) runs one prompt in
-exact numerics as one batch, in chunks, token by token, beside other sequences, split into stages, and on more threads.
-Every row of logits must have the same bytes. A type that passes is exact on these kernels; ``dgr selftest numerics``
-records it.
+exact numerics as one batch, in chunks, token by token, in pieces of drawn lengths, beside other sequences, split into
+stages, and on more threads. Every row of logits must have the same bytes. A type that passes is exact on these kernels;
+``dgr selftest numerics`` records it.
 
 Weight types are run with an f16 K cache, K-cache types with f32 weights: the two never meet in one kernel.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import random
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -65,6 +66,8 @@ _CONTEXT = ContextParams(n_ctx=1024, n_batch=1024, n_ubatch=256)
 _SHORT = 160
 #: Tokens for a K-cache type: the ring of raw K wraps, and there are several HCA blocks.
 _LONG = 544
+#: The longest of pieces of drawn lengths: past 64, where tiles of attention begin.
+_ODD = 67
 #: Tokens that end a threaded run one by one.
 _TAIL = 4
 #: A threaded run that takes this many times as long as a single thread has no core to itself: ggml's threads spin.
@@ -185,6 +188,17 @@ def beside_others(chain: Chain, tokens: Sequence[int]) -> bytes:
     raise AssertionError("the steps go on forever")
 
 
+def in_odd_pieces(chain: Chain, tokens: Sequence[int], seed: str, slot: int = 0) -> bytes:
+    """The prompt in pieces of 1 to 67 tokens, drawn alike for a seed: counts at which no kernel was meant to change."""
+    sizes = random.Random(seed)
+    rows, at = bytearray(), 0
+    while at < len(tokens):
+        piece = tokens[at : at + sizes.randint(1, _ODD)]
+        rows += chain.feed(piece, chunk=len(piece), slot=slot, begin=at)
+        at += len(piece)
+    return bytes(rows)
+
+
 def in_pieces(chain: Chain, tokens: Sequence[int], tail: int = _TAIL) -> bytes:
     """The prompt as one batch but for its last tokens, which follow one by one."""
     head = len(tokens) - tail
@@ -294,6 +308,10 @@ class _Run:
                     self.hold(f"chunks of {chunk}", chain.feed(tokens, chunk=chunk))
             with self._chains.open(self.artifact, None, replace(self.context, n_seq_max=3)) as chain:
                 self.hold("beside other sequences", beside_others(chain, tokens))
+                for slot in range(3):
+                    chain.close(slot)
+                rows = in_odd_pieces(chain, tokens, f"{self.case.kind} {self.case.label}", slot=2)
+                self.hold(f"pieces of 1 to {_ODD} in the last slot", rows)
             with self._chains.open(self.artifact, ranges, self.context) as chain:
                 self.hold(f"split at layer {_CUT}, chunks of 64", chain.feed(tokens, chunk=64))
             if self.case.runs_without_flash:
