@@ -294,13 +294,23 @@ bool invariant(ggml_type type, const char * op, int trial) {
     return attention_agrees(attention(type, dim, heads, r.between(65, 300), r), r);
 }
 
-void check_invariance(const char * op, ggml_type type, int trials) {
-    for (int trial = 0; trial < trials; ++trial) {
+// Whether another order of a sum can show: upstream's plain loop for BF16, which serves where no vector kernel does, sums
+// doubles.
+bool order_shows([[maybe_unused]] ggml_type type) {
+#if defined(__x86_64__)
+    return true;
+#else
+    return type != GGML_TYPE_BF16;
+#endif
+}
+
+void check_invariance(const char * op, ggml_type type) {
+    for (int trial = 0; trial < 2; ++trial) {
         const std::string name = std::string(op) + " " + ggml_type_name(type) + ", shape " + std::to_string(trial);
         reorder_one = false;
         report(invariant(type, op, trial), name + ": bits depend on the batch");
         reorder_one = true;
-        report(!invariant(type, op, trial), name + ": a sum in another order is not found");
+        report(!order_shows(type) || !invariant(type, op, trial), name + ": a sum in another order is not found");
         reorder_one = false;
     }
 }
@@ -308,34 +318,43 @@ void check_invariance(const char * op, ggml_type type, int trials) {
 // Rounding noise of one order against another's, from some thousand sums, wavers by this much.
 constexpr double NOISE = 1.05;
 
-void check_accuracy(const std::string & name, errors e) {
+void hold(const std::string & name, errors e) {
     printf("%-32s exact %.2e   upstream %.2e   %.2f\n", name.c_str(), e.exact, e.upstream, e.exact/e.upstream);
-    report(e.exact <= NOISE*e.upstream + 1e-18, name + ": sums are worse than upstream's");
+    report(e.exact <= NOISE*e.upstream, name + ": sums are worse than upstream's");
 }
 
-} // namespace
-
-int main(int argc, char ** argv) {
-    const int trials = argc > 1 ? atoi(argv[1]) : 1;
+void check_accuracy() {
     for (const ggml_type type : TYPES) {
-        ggml_quantize_init(type);
-        check_invariance("mul_mat",    type, trials);
-        check_invariance("mul_mat_id", type, trials);
         for (const int64_t k : { 512, 4096 }) {
             randoms r = { (uint64_t) type };
             const weights w(type, 96, k, 1, r);
-            check_accuracy(std::string(ggml_type_name(type)) + " k " + std::to_string(k), product_errors(w, 24, r));
+            hold(std::string(ggml_type_name(type)) + " k " + std::to_string(k), product_errors(w, 24, r));
         }
     }
     for (const ggml_type type : K_TYPES) {
-        check_invariance("attention", type, trials);
         for (const int64_t dim : { 64, 128, 512 }) {
             for (const int64_t n : { 1, 64 }) {
                 randoms r = { (uint64_t) type };
                 const attention a(type, dim, 8, 700, r);
-                check_accuracy(std::string("attention ") + ggml_type_name(type) + " dim " + std::to_string(dim) + " n " + std::to_string(n), attention_errors(a, n, r));
+                hold(std::string("attention ") + ggml_type_name(type) + " dim " + std::to_string(dim) + " n " + std::to_string(n), attention_errors(a, n, r));
             }
         }
+    }
+}
+
+} // namespace
+
+// With an argument only invariance: upstream's own reference kernels are worse than its tiled ones.
+int main(int argc, char **) {
+    for (const ggml_type type : TYPES) {
+        check_invariance("mul_mat",    type);
+        check_invariance("mul_mat_id", type);
+    }
+    for (const ggml_type type : K_TYPES) {
+        check_invariance("attention", type);
+    }
+    if (argc < 2) {
+        check_accuracy();
     }
     printf(failures ? "%d checks failed\n" : "all checks passed\n", failures);
     return failures != 0;
