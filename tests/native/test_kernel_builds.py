@@ -17,7 +17,8 @@ NO_VECTORS = "-DGGML_AVX=OFF -DGGML_AVX2=OFF -DGGML_BMI2=OFF -DGGML_FMA=OFF -DGG
 #: What each build is made with. Without GGML_NATIVE every set up to AVX2 is on unless it is named.
 BUILDS = {
     "avx2": {"DGR_LLAMA_CMAKE_ARGS": "-DGGML_NATIVE=OFF"},
-    "avx2-without-fma": {"DGR_LLAMA_CMAKE_ARGS": "-DGGML_NATIVE=OFF -DGGML_FMA=OFF"},
+    # With AVX2 upstream does not compile without FMA.
+    "avx-without-fma": {"DGR_LLAMA_CMAKE_ARGS": "-DGGML_NATIVE=OFF -DGGML_AVX2=OFF -DGGML_BMI2=OFF -DGGML_FMA=OFF"},
     "sse42": {"DGR_LLAMA_CMAKE_ARGS": f"-DGGML_NATIVE=OFF {NO_VECTORS}"},
     "upstream": {"DGR_EXACT_KERNELS": "OFF"},
 }
