@@ -296,12 +296,8 @@ bool invariant(ggml_type type, const char * op, int trial) {
 
 // Whether another order of a sum can show: upstream's plain loop for BF16, which serves where no vector kernel does, sums
 // doubles.
-bool order_shows([[maybe_unused]] ggml_type type) {
-#if defined(__x86_64__)
-    return true;
-#else
-    return type != GGML_TYPE_BF16;
-#endif
+bool order_shows(ggml_type type) {
+    return type != GGML_TYPE_BF16 || ggml_cpu_has_avx();
 }
 
 void check_invariance(const char * op, ggml_type type) {
