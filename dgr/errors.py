@@ -26,10 +26,14 @@ __all__ = [
     "LinkBroken",
     "MtpNotExecutable",
     "NonFinite",
+    "NotServing",
     "NumericsRefused",
     "Overloaded",
     "PeerRefused",
     "PrefillFailed",
+    "QueueFull",
+    "RequestTimedOut",
+    "ServingError",
     "SessionBusy",
     "SessionError",
     "SessionLost",
@@ -162,3 +166,29 @@ class StaleEpochError(SessionError):
 
 class PrefillFailed(SessionError):
     """The transcript could not be re-prefilled within the bounded number of tries."""
+
+
+# --- the server's act ------------------------------------------------------------------------------------------------
+
+
+class ServingError(DgrError):
+    """A server does not answer a request now; the same request may be answered later.
+
+    ``retry_after``: seconds after which it is worth asking again; None when nobody can tell.
+    """
+
+    def __init__(self, message: str, retry_after: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
+
+
+class QueueFull(ServingError):
+    """As many requests or prompt tokens wait as may wait; nothing of this one was begun."""
+
+
+class NotServing(ServingError):
+    """The route has no stages that answer, or the server is about to end."""
+
+
+class RequestTimedOut(ServingError, TimeoutError):
+    """The request's own deadline passed before its answer was complete."""

@@ -109,6 +109,11 @@ class ClientSession:
         return self._work.committed
 
     @property
+    def sent_in_all(self) -> int:
+        """Tokens sent to the stages over the session's life, those of re-prefills included."""
+        return self._work.sent_in_all
+
+    @property
     def n_ctx(self) -> int:
         """Tokens the session can hold."""
         return self._route.limits.n_ctx

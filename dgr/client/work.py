@@ -99,6 +99,8 @@ class SessionWork:
         self._committed = 0
         self._chunks: deque[Chunk] = deque()
         self._seq = 0
+        #: Tokens sent over the session's life, those of re-prefills included.
+        self.sent_in_all = 0
 
     @property
     def committed(self) -> int:
@@ -151,6 +153,7 @@ class SessionWork:
         reply = self._route.send_work(frame)
         self._seq = frame.seq
         self._sent.extend(tokens)
+        self.sent_in_all += len(tokens)
         self._chunks.append(Chunk(frame.seq, self._sent.position, sampling, reply))
 
     async def next_reply(self, *, cancelled: bool = False) -> tuple[Chunk, Received]:

@@ -1,0 +1,379 @@
+"""One object between many requests and one pipeline: admission, a session for each, deadlines, and what to count.
+
+    async with open_serving(pipeline, ServingLimits()) as serving:
+        async with serving.admit(Job(prompt, max_tokens=64)) as answer:   # refused at once, or has its place in the line
+            async for token in answer:                                    # waits for its turn, then for each token
+                ...
+        answer.finish_reason, answer.usage
+
+Leaving the block ends the work within one prefill chunk and keeps what was evaluated for the client's retry.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from enum import StrEnum
+
+import trio
+from attrs import define, field, frozen
+
+from dgr.client.generation import GeneratedToken, Generation
+from dgr.client.pipeline import Pipeline
+from dgr.core.values import SamplingParams
+from dgr.errors import (
+    ClosedError,
+    ContextLimitExceeded,
+    DeadlineExceeded,
+    DgrError,
+    InputError,
+    InvalidToken,
+    NotServing,
+    Overloaded,
+    PrefillFailed,
+    RequestTimedOut,
+)
+from dgr.protocol.sampling import check_sampling
+from dgr.protocol.states import RouteState
+from dgr.serving.line import Line, Place
+from dgr.serving.sessions import KeptSession, Miss, SessionPool, Turn
+
+__all__ = ["Answer", "Job", "Phase", "ServingEngine", "ServingLimits", "Usage", "open_serving"]
+
+#: Seconds after which a client may try again where nobody can know: a route that is being fenced, a stage that is full.
+_SOON = 1.0
+
+
+@frozen
+class ServingLimits:
+    """Bounds of a server."""
+
+    #: Conversations answered at once, and kept between requests; None: as many as the stages have slots (n_seq_max).
+    sessions: int | None = None
+    #: Requests that may wait for a slot.
+    max_waiting: int = 64
+    #: Prompt tokens of all that wait; None: eight contexts' worth.
+    max_waiting_tokens: int | None = None
+    #: Seconds from admission to the last token.
+    deadline: float = 1800.0
+
+    def __attrs_post_init__(self) -> None:
+        if self.max_waiting < 0 or (self.max_waiting_tokens or 0) < 0 or not self.deadline > 0:
+            raise InputError(f"limits of a server cannot be negative, and its deadline must be above 0: {self}")
+
+
+@frozen
+class Job:
+    """What shall be answered."""
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    sampling: SamplingParams = field(factory=SamplingParams)
+    #: Token ids that end the answer; they are not part of it.
+    stop: frozenset[int] = frozenset()
+    #: Tokens drawn before one of ``stop`` ends the answer; an earlier one is part of it.
+    min_tokens: int = 0
+    #: Whether whoever asks chose the seed. If not, an answer that was left may be gone on with under its own.
+    seeded: bool = True
+
+
+class Phase(StrEnum):
+    """How far an answer is."""
+
+    #: In the line, for a slot.
+    WAITING = "waiting"
+    #: Its prompt is being evaluated.
+    PREFILL = "prefill"
+    #: Its tokens are being drawn.
+    DECODE = "decode"
+    #: It is complete, refused or left.
+    ENDED = "ended"
+
+
+@define
+class Usage:
+    """Tokens of one answer."""
+
+    prompt: int
+    #: Of the prompt, those that no stage evaluated for this request.
+    cached: int = 0
+    #: Tokens drawn, without the one that ended the answer.
+    completion: int = 0
+
+
+@define
+class Counters:
+    """What a server counts over its life; prompts once their answer has ended, if it drew a token at all."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    #: Answers left before their end by whoever had asked.
+    cancelled: int = 0
+
+
+class Answer:
+    """The answer to one :class:`Job`: an asynchronous iterator of its tokens. Made by :meth:`ServingEngine.admit`."""
+
+    def __init__(self, serving: ServingEngine, job: Job, place: Place, deadline: float) -> None:
+        self.job = job
+        self.usage = Usage(len(job.prompt))
+        self.phase = Phase.WAITING
+        #: At the end: ``stop`` or ``length``.
+        self.finish_reason: str | None = None
+        #: Why the server itself ended it.
+        self.ended_because: DgrError | None = None
+        self.scope: trio.CancelScope | None = None
+        self.place = place
+        self.kept: KeptSession | None = None
+        self._serving = serving
+        self._prefill_began = math.nan
+        self._seconds = deadline
+        #: When it must be complete, in trio's time.
+        self.deadline = trio.current_time() + deadline
+        self._generation: Generation | None = None
+        self._turn: Turn | None = None
+        #: Tokens of the turn that were handed out.
+        self._told = 0
+        #: Tokens its session had sent before this answer; None once the prompt is counted.
+        self._sent: int | None = None
+
+    @property
+    def evaluated(self) -> int:
+        """Tokens of the prompt that every stage has."""
+        return 0 if self.kept is None else min(self.kept.session.committed, self.usage.prompt)
+
+    @property
+    def prefill_ms(self) -> float:
+        """Milliseconds since its prefill began; 0 before."""
+        return 1000 * (trio.current_time() - self._prefill_began) if self.kept is not None else 0.0
+
+    def __aiter__(self) -> Answer:
+        return self
+
+    async def __anext__(self) -> GeneratedToken:
+        """The next token.
+
+        Raises :class:`~dgr.errors.RequestTimedOut`, :class:`~dgr.errors.NotServing`; any other of dgr's errors is the
+        pipeline's own.
+        """
+        if self.ended_because is not None:
+            raise self.ended_because
+        if self.finish_reason is not None:
+            raise StopAsyncIteration
+        token: GeneratedToken | None = None
+        with trio.CancelScope(deadline=self.deadline) as self.scope:
+            token = await self._next()
+        if self.ended_because is not None:
+            raise self.ended_because
+        if self.scope.cancelled_caught:
+            raise self.timed_out()
+        if token is None:
+            # At once: whoever reads may take its time with what was made already.
+            self._serving.release(self)
+            raise StopAsyncIteration
+        return token
+
+    def timed_out(self) -> RequestTimedOut:
+        """What its deadline means, said where it passed."""
+        return RequestTimedOut(
+            f"the answer was not complete within {self._seconds:g} s: it was in phase {self.phase.value} with"
+            f" {self.usage.completion} tokens drawn; ask for fewer tokens, or raise the server's deadline"
+        )
+
+    def finish(self, reason: str) -> None:
+        """Its reader has enough: what was drawn holds a stop string, for example."""
+        self.finish_reason = reason
+        self._serving.release(self)
+
+    def end(self, error: DgrError) -> None:
+        """End it from outside: whoever iterates gets ``error``."""
+        self.ended_because = error
+        if self.scope is not None:
+            self.scope.cancel()
+
+    async def _next(self) -> GeneratedToken | None:
+        if self.usage.completion >= self.job.max_tokens:
+            self.finish_reason = "length"
+            return None
+        try:
+            if self.kept is None:
+                await self._begin()
+            token = await self._draw()
+        except Overloaded as error:
+            raise NotServing(f"the stages serve others as well and have no slot left: {error}", _SOON) from error
+        except (DeadlineExceeded, ClosedError, PrefillFailed) as error:
+            raise NotServing(f"the route does not answer: {error}", _SOON) from error
+        if token is None:  # the context is full
+            self.finish_reason = "length"
+        elif token.id in self.job.stop and self.usage.completion >= self.job.min_tokens:
+            self.finish_reason = "stop"
+        else:
+            self.usage.completion += 1
+            self._serving.counters.completion_tokens += 1
+            return token
+        return None
+
+    async def _begin(self) -> None:
+        """Wait for the turn, and for the session that holds most of the prompt."""
+        job = self.job
+        await self.place.turn.wait()
+        self.phase, self._prefill_began = Phase.PREFILL, trio.current_time()
+        self.kept = await self._serving.sessions.take(job.prompt, job.sampling, seeded=job.seeded)
+        session, turn = self.kept.session, self.kept.unfinished
+        if turn is None:
+            turn = Turn(job.prompt, job.sampling, job.seeded, [])
+        self.usage.cached, self._sent = min(session.committed, self.usage.prompt), session.sent_in_all
+        self._turn, self._told = turn, 0
+        told = [token.id for token in turn.drawn]
+        self._generation = session.generate(transcript=[*job.prompt, *told], sampling=turn.sampling, stop=())
+
+    async def _draw(self) -> GeneratedToken | None:
+        """The next token: one that was drawn for an earlier try, or a new one."""
+        assert self._generation is not None
+        assert self._turn is not None
+        assert self.kept is not None
+        drawn = self._turn.drawn
+        if self._told < len(drawn):
+            self.phase = Phase.DECODE
+            self._told += 1
+            return drawn[self._told - 1]
+        token = await anext(self._generation, None)
+        if token is None:
+            return None
+        self._note_prefill()
+        self.phase = Phase.DECODE
+        if not token.top:  # with its candidates a token takes kilobytes, and an answer has a hundred thousand
+            drawn.append(token)
+            self._told += 1
+            self.kept.unfinished = self._turn
+        return token
+
+    def _note_prefill(self) -> None:
+        """Count what of the prompt was evaluated; the stages were sent its end and all that was told again."""
+        if self._sent is None:
+            return
+        assert self.kept is not None
+        assert self._turn is not None
+        evaluated = max(self.kept.session.sent_in_all - self._sent - len(self._turn.drawn), 0)
+        before, self.usage.cached = self.usage.cached, max(self.usage.prompt - evaluated, 0)
+        if before and not self.usage.cached:
+            self._serving.sessions.misses[Miss.LOST] += 1
+        self._sent = None
+
+
+class ServingEngine:
+    """Answers many clients over one pipeline. Made by :func:`open_serving`."""
+
+    def __init__(self, pipeline: Pipeline, limits: ServingLimits) -> None:
+        n_seq_max, n_ctx = pipeline.context.n_seq_max, pipeline.context.n_ctx
+        slots = n_seq_max if limits.sessions is None else limits.sessions
+        if not 1 <= slots <= n_seq_max:
+            raise InputError(
+                f"sessions is {slots}; the stages have {n_seq_max} slots (n_seq_max), give 1 to {n_seq_max}"
+            )
+        tokens = 8 * n_ctx if limits.max_waiting_tokens is None else limits.max_waiting_tokens
+        self.pipeline = pipeline
+        self.limits = limits
+        self.line = Line(slots, limits.max_waiting, tokens)
+        self.sessions = SessionPool(pipeline, slots)
+        self.counters = Counters()
+        self._answers: set[Answer] = set()
+        self._draining = False
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether a request would be admitted now, or wait in the line."""
+        return not self._draining and self.pipeline.state is RouteState.LIVE
+
+    def refuse_if_not_serving(self) -> None:
+        """Raise :class:`~dgr.errors.NotServing` while the server ends or the route is down."""
+        if self._draining:
+            raise NotServing("the server is about to end; ask another one, or this one again when it is back", _SOON)
+        state = self.pipeline.state
+        if state is not RouteState.LIVE:
+            why = self.pipeline.last_recovery_error
+            raise NotServing(
+                f"the route is {state.value}{f' ({why})' if why else ''}; its stages must answer first", _SOON
+            )
+
+    @asynccontextmanager
+    async def admit(self, job: Job, deadline: float | None = None) -> AsyncIterator[Answer]:
+        """A place in the line for ``job``, given back with the block.
+
+        Raises at once, with nothing begun: :class:`~dgr.errors.NotServing`, :class:`~dgr.errors.QueueFull`,
+        :class:`~dgr.errors.InputError`. ``deadline``: seconds, at most those of the limits.
+        """
+        self.refuse_if_not_serving()
+        self._check(job)
+        place = self.line.enter(len(job.prompt))
+        seconds = self.limits.deadline if deadline is None else min(deadline, self.limits.deadline)
+        answer = Answer(self, job, place, seconds)
+        self._answers.add(answer)
+        try:
+            yield answer
+        except DgrError:
+            raise
+        except BaseException:  # cancelled, or its reader had enough
+            self.counters.cancelled += 1
+            raise
+        finally:
+            self.release(answer)
+
+    def release(self, answer: Answer) -> None:
+        """Its slot and its session are the next one's; releasing twice is harmless."""
+        if answer not in self._answers:
+            return
+        self._answers.discard(answer)
+        if answer.phase is Phase.DECODE:
+            self.counters.prompt_tokens += answer.usage.prompt
+            self.counters.cached_tokens += answer.usage.cached
+        answer.phase = Phase.ENDED
+        if answer.kept is not None:
+            if answer.finish_reason is not None:
+                answer.kept.unfinished = None
+            self.sessions.give_back(answer.kept)
+        self.line.leave(answer.place)
+
+    def _check(self, job: Job) -> None:
+        n_prompt, n_ctx, n_vocab = len(job.prompt), self.pipeline.context.n_ctx, self.pipeline.n_vocab
+        if not n_prompt:
+            raise InputError("the prompt is empty; give at least one token")
+        if not 0 <= job.min_tokens <= job.max_tokens or job.max_tokens < 1:
+            raise InputError(
+                f"max_tokens is {job.max_tokens} and min_tokens {job.min_tokens}; give 1 or more, and no more of the latter"
+            )
+        if n_prompt + job.max_tokens > n_ctx:
+            raise ContextLimitExceeded(
+                f"this model's context holds {n_ctx} tokens (n_ctx), but {n_prompt + job.max_tokens} were asked for:"
+                f" {n_prompt} in the prompt and {job.max_tokens} for the answer; shorten one of them"
+            )
+        if not 0 <= min(job.prompt) <= max(job.prompt) < n_vocab:
+            wrong = next(token for token in job.prompt if not 0 <= token < n_vocab)
+            raise InvalidToken(f"token id {wrong} is outside the vocabulary of {n_vocab}")
+        check_sampling(job.sampling, n_vocab)
+
+    async def drain(self, seconds: float) -> None:
+        """Admit nobody from now on; wait for the answers under way, and end those that take longer than ``seconds``."""
+        self._draining = True
+        with trio.move_on_after(seconds):
+            await self.line.wait_empty()
+        self.end_all()
+
+    def end_all(self) -> None:
+        """Admit nobody from now on, and end the answers under way: whoever reads one gets an error."""
+        self._draining = True
+        for answer in list(self._answers):
+            answer.end(NotServing("the server ended before the answer was complete; ask again", _SOON))
+
+
+@asynccontextmanager
+async def open_serving(pipeline: Pipeline, limits: ServingLimits | None = None) -> AsyncIterator[ServingEngine]:
+    """Serve a pipeline; leaving the block drops the kept sessions. Raises :class:`~dgr.errors.InputError`."""
+    serving = ServingEngine(pipeline, limits or ServingLimits())
+    try:
+        yield serving
+    finally:
+        with trio.CancelScope(shield=True):
+            await serving.sessions.aclose()
