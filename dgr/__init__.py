@@ -3,7 +3,7 @@
 # General layout. Each package is one floor; a module imports from its own package and from the floors below.
 #
 #   cli       how people come in: one module per command group
-#   serving   optional ways in for programs: asyncio today
+#   serving   ways in for programs: asyncio, many requests over one pipeline, OpenAI's HTTP API (an extra)
 #   selftest  tests of this machine, and the small models they run on
 #   runtime   trio actors: shard, session, supervisor, ledger, pipeline; every state table is in protocol/states
 #   wire      bytes on a link: the closed message union, the sans-I/O framer, links

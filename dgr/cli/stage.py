@@ -5,9 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import math
-import os
 import signal
-import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ import trio
 from dgr.artifact.artifact import Artifact
 from dgr.cli.options import add_context_arguments, add_link_arguments, context_of, link_policy_of
 from dgr.cli.progress import progress_bar, silent_bar
-from dgr.cli.streams import print_json
+from dgr.cli.streams import print_json, until_input_ends
 from dgr.cluster.remote import StageServer
 from dgr.core.route import LayerRange
 from dgr.core.units import human_bytes
@@ -143,14 +141,7 @@ async def _until_told(args: argparse.Namespace, signals: AsyncIterator[int]) -> 
     """Wait for a signal, or for the end of standard input."""
     async with open_nursery() as nursery:
         if args.until_stdin_closes:
-            nursery.start_soon(_end_of_input, nursery.cancel_scope)
+            nursery.start_soon(until_input_ends, nursery.cancel_scope.cancel)
         async for _ in signals:
             break
         nursery.cancel_scope.cancel()
-
-
-async def _end_of_input(scope: trio.CancelScope) -> None:
-    async with trio.lowlevel.FdStream(os.dup(sys.stdin.fileno())) as stream:
-        while await stream.receive_some(4096):
-            continue
-    scope.cancel()

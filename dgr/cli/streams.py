@@ -10,7 +10,10 @@ import math
 import os
 import select
 import sys
+from collections.abc import Callable
 from typing import Any, TextIO
+
+import trio
 
 from dgr.core.inputs import MOST_TEXT_BYTES, too_long
 from dgr.errors import InputError
@@ -23,6 +26,7 @@ __all__ = [
     "read_prompt",
     "silence",
     "tell",
+    "until_input_ends",
 ]
 
 _STEP = 1 << 16
@@ -166,6 +170,14 @@ def _read_input() -> bytes:
             data += part
             if len(data) > MOST_TEXT_BYTES:
                 raise too_long("standard input", MOST_TEXT_BYTES, "a prompt")
+
+
+async def until_input_ends(then: Callable[[], None]) -> None:
+    """Wait for the end of standard input, which comes with the parent process', and call ``then``."""
+    async with trio.lowlevel.FdStream(os.dup(sys.stdin.fileno())) as stream:
+        while await stream.receive_some(4096):
+            continue
+    then()
 
 
 def _decoded(data: bytes) -> str:

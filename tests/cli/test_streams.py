@@ -54,6 +54,7 @@ COMMANDS: dict[str, tuple[int, Command]] = {
     "plan": (0, lambda m, f: ["plan", m, "--stages", 2, "--ctx", 256]),
     "slice": (0, lambda m, f: ["slice", m, "--layers", "0:3", "-o", f / "slice.gguf"]),
     "stage": (0, lambda m, f: ["stage", m, "--layers", "0:7", "--listen", "127.0.0.1:0", "--until-stdin-closes", *CONTEXT]),
+    "serve": (0, lambda m, f: ["serve", "--model", m, "--listen", "127.0.0.1:0", "--until-stdin-closes", *CONTEXT]),
     "up": (2, lambda m, f: ["up", _route(f), "--model", m, "--only", "127.0.0.1:2"]),
     "doctor": (1, lambda m, f: ["doctor", "--route", _route(f)]),
     "keys": (0, lambda m, f: ["keys", "127.0.0.1", "--out", f / "keys"]),

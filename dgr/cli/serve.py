@@ -1,0 +1,280 @@
+"""``dgr serve``: a pipeline behind OpenAI's HTTP API."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import math
+import re
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import trio
+
+from dgr.artifact.artifact import Artifact
+from dgr.cli.options import add_link_arguments, add_model_arguments, context_of, link_policy_of
+from dgr.cli.progress import progress_bar
+from dgr.cli.streams import print_json, until_input_ends
+from dgr.client.pipeline import Pipeline, Timeouts
+from dgr.cluster.local import open_pipeline
+from dgr.cluster.remote import open_route
+from dgr.cluster.route_file import read_route_file
+from dgr.engine.vocab import LlamaVocabulary
+from dgr.errors import InputError
+from dgr.serving.engine import ServingLimits, open_serving
+from dgr.serving.vocabulary import ServingVocabulary
+from dgr.wire.nurseries import open_nursery
+
+if TYPE_CHECKING:
+    from dgr.serving.http.service import ServerOptions, Service
+
+__all__ = ["register", "run"]
+
+_LIMITS = ServingLimits()
+#: What marks a checkpoint that was trained on the later ladder of efforts, in its name.
+_LATER = ("0731", "0813")
+#: What a model's name cannot hold.
+_NO_NAME = re.compile(r"[^A-Za-z0-9._-]")
+
+
+def register(subparsers: argparse._SubParsersAction[Any]) -> None:
+    """Add the command."""
+    parser = subparsers.add_parser(
+        "serve",
+        help="answer OpenAI's HTTP API (extra `http`)",
+        description="Serve a model over OpenAI's HTTP API, through stages in this process or those of a route. It prints its"
+        " address when it is ready. On SIGINT or SIGTERM it admits nobody, lets answers end, and leaves.",
+    )
+    parser.add_argument(
+        "--route", metavar="TOML", help="use the stages of a route file instead of stages in this process"
+    )
+    parser.add_argument(
+        "--listen", default="127.0.0.1:8000", metavar="HOST:PORT", help="where (default: 127.0.0.1:8000)"
+    )
+    parser.add_argument("--name", metavar="NAME", help="the model's name in requests (default: the file's)")
+    parser.add_argument(
+        "--sessions",
+        type=int,
+        metavar="N",
+        help="conversations answered at once and kept (default: 4; with --route, as many as its stages have slots)",
+    )
+    parser.add_argument("--api-key-file", metavar="FILE", help="API keys, one a line; without it anyone may ask")
+    parser.add_argument(
+        "--allow-anyone",
+        action="store_true",
+        help="without API keys: listen beyond loopback, and answer pages of other sites",
+    )
+    parser.add_argument("--open-metrics", action="store_true", help="/metrics needs no key")
+    parser.add_argument("--https-cert", metavar="PEM", help="certificate of the HTTP server")
+    parser.add_argument("--https-key", metavar="PEM", help="key of the HTTP server")
+    parser.add_argument(
+        "--thinking",
+        choices=["off", "low", "high", "max"],
+        default="low",
+        help="effort of thinking where a request says nothing of it (default: low)",
+    )
+    parser.add_argument(
+        "--ladder",
+        choices=["preview", "0731"],
+        help="which words the checkpoint takes for which effort (default: 0731 when its name says so, else preview)",
+    )
+    parser.add_argument(
+        "--max-queued",
+        type=int,
+        default=_LIMITS.max_waiting,
+        metavar="N",
+        help=f"requests that may wait for a slot (default: {_LIMITS.max_waiting})",
+    )
+    parser.add_argument(
+        "--max-queued-tokens", type=int, metavar="N", help="prompt tokens that may wait (default: 8 contexts' worth)"
+    )
+    parser.add_argument(
+        "--deadline",
+        type=float,
+        default=_LIMITS.deadline,
+        metavar="SECONDS",
+        help=f"most seconds from admission to the last token (default: {_LIMITS.deadline:g})",
+    )
+    parser.add_argument(
+        "--grace", type=float, default=30.0, metavar="SECONDS", help="for answers under way at the end (default: 30)"
+    )
+    parser.add_argument(
+        "--client-timeout",
+        type=float,
+        default=30.0,
+        metavar="SECONDS",
+        help="end a connection whose client takes nothing for this long (default: 30)",
+    )
+    parser.add_argument(
+        "--keep-alive",
+        type=float,
+        default=10.0,
+        metavar="SECONDS",
+        help="a comment after so many quiet seconds of a stream, up to 15; 0: none (default: 10)",
+    )
+    parser.add_argument(
+        "--max-body", type=int, default=8 << 20, metavar="BYTES", help="most bytes of a request (default: 8 MiB)"
+    )
+    add_model_arguments(parser)
+    add_link_arguments(parser)
+    parser.add_argument(
+        "--until-stdin-closes", action="store_true", help="also end when standard input ends: with the parent process"
+    )
+    parser.add_argument("--json", action="store_true", help="print what is served as one JSON line when it is ready")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    if missing := [name for name in ("anycorn", "deepseek_recipe", "prometheus_client", "starlette") if _lacks(name)]:
+        raise InputError(
+            f"dgr serve needs {', '.join(missing)}: install dgr with its extra `http` (pip install 'dgr[http]')"
+        )
+    trio.run(_serve, args)
+    return 0
+
+
+def _lacks(name: str) -> bool:
+    return importlib.util.find_spec(name) is None
+
+
+async def _serve(args: argparse.Namespace) -> None:
+    from dgr.serving.http.app import make_app
+    from dgr.serving.http.keys import ApiKeys
+    from dgr.serving.http.server import HttpPolicy, address_of, bind, check_reach, run_server
+    from dgr.serving.http.service import Service
+
+    limits = ServingLimits(
+        sessions=args.sessions if args.route else None,
+        max_waiting=args.max_queued,
+        max_waiting_tokens=args.max_queued_tokens,
+        deadline=args.deadline,
+    )
+    policy = HttpPolicy(tls=_tls(args), grace=args.grace, client_timeout=args.client_timeout)
+    keys = None if args.api_key_file is None else ApiKeys.read(Path(args.api_key_file))
+    path, opening = _pipeline(args)
+    # The port is taken before the weights are read: a wrong address shows at once.
+    sockets = bind(args.listen, policy)
+    addresses = [address_of(sock) for sock in sockets]
+    try:
+        check_reach(sockets, has_keys=keys is not None, allow_anyone=args.allow_anyone)
+        artifact = await trio.to_thread.run_sync(Artifact.open, path)
+        options = _options(args, artifact)
+        async with AsyncExitStack() as stack:
+            vocabulary = stack.enter_context(LlamaVocabulary(artifact))
+            with progress_bar("opening the stages"):
+                pipeline = await stack.enter_async_context(opening)
+            engine = await stack.enter_async_context(open_serving(pipeline, limits))
+            words = ServingVocabulary.of_model(vocabulary, artifact)
+            service = await trio.to_thread.run_sync(Service.of, engine, words, options)
+            local_only = keys is None and not args.allow_anyone
+            app = make_app(service, keys, open_metrics=args.open_metrics, local_only=local_only)
+            stop = trio.Event()
+            serve = partial(run_server, app, engine, sockets, policy, stop=stop)
+            with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+                async with open_nursery() as nursery:
+                    await nursery.start(_serve_until_end, nursery.cancel_scope, serve)
+                    nursery.start_soon(_take_signals, signals, stop, nursery.cancel_scope)
+                    if args.until_stdin_closes:
+                        nursery.start_soon(until_input_ends, stop.set)
+                    _announce(args, addresses, service, has_keys=keys is not None)
+    finally:
+        for sock in sockets:
+            sock.close()
+
+
+async def _serve_until_end(
+    scope: trio.CancelScope,
+    serve: Callable[..., Awaitable[None]],
+    *,
+    task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+) -> None:
+    await serve(task_status=task_status)
+    scope.cancel()
+
+
+async def _take_signals(signals: AsyncIterator[int], stop: trio.Event, scope: trio.CancelScope) -> None:
+    """The first one lets answers end, a second one ends them."""
+    async for _ in signals:
+        if stop.is_set():
+            scope.cancel()
+        stop.set()
+
+
+def _tls(args: argparse.Namespace) -> tuple[Path, Path] | None:
+    if (args.https_cert is None) != (args.https_key is None):
+        raise InputError("--https-cert and --https-key go together")
+    return None if args.https_cert is None else (Path(args.https_cert), Path(args.https_key))
+
+
+def _options(args: argparse.Namespace, artifact: Artifact) -> ServerOptions:
+    from dgr.serving.http.prompts import Ladder, Thinking
+    from dgr.serving.http.service import ServerOptions
+
+    name = args.name or _NO_NAME.sub("-", artifact.file.path.stem).lstrip("-._:/")[:128] or "dgr"
+    called = artifact.file.metadata.get("general.name")
+    names = f"{artifact.file.path.name} {'' if called is None else called.value}"
+    ladder = args.ladder or ("0731" if any(mark in names for mark in _LATER) else "preview")
+    return ServerOptions(
+        model=name,
+        thinking=Thinking(args.thinking),
+        ladder=Ladder(ladder),
+        max_body=args.max_body,
+        keep_alive=args.keep_alive or math.inf,
+    )
+
+
+def _pipeline(args: argparse.Namespace) -> tuple[Path, AbstractAsyncContextManager[Pipeline]]:
+    """The file of the vocabulary, and the pipeline to open."""
+    if args.route is None:
+        if args.model is None:
+            raise InputError("give --model GGUF, or --route TOML for stages elsewhere")
+        args.sessions = 4 if args.sessions is None else args.sessions
+        local = open_pipeline(
+            args.model,
+            args.split,
+            context=context_of(args),
+            threads=args.threads,
+            mmap=args.mmap,
+            memory_budget=args.memory,
+            chunk=args.chunk,
+        )
+        return Path(args.model), local
+    if args.split is not None:
+        raise InputError("--split cuts a model in this process, --route names stages elsewhere; give one of them")
+    file = read_route_file(args.route)
+    model = args.model or file.model
+    if model is None:
+        raise InputError("text needs a vocabulary: give --model GGUF, or `model` in the route file")
+    remote = open_route(file, policy=link_policy_of(args, file.tls), model=None, chunk=args.chunk, timeouts=Timeouts())
+    return Path(model), remote
+
+
+def _announce(args: argparse.Namespace, addresses: list[str], service: Service, *, has_keys: bool) -> None:
+    scheme = "http" if args.https_cert is None else "https"
+    urls = [f"{scheme}://{address}" for address in addresses]
+    engine, options = service.engine, service.options
+    if args.json:
+        print_json(
+            {
+                "url": urls[0],
+                "urls": urls,
+                "model": options.model,
+                "n_ctx": service.n_ctx,
+                "sessions": engine.line.slots,
+                "thinking": options.thinking.value,
+                "ladder": options.ladder.value,
+                "api_keys": has_keys,
+                "artifact": engine.pipeline.descriptions[0].artifact,
+                "stages": [{"name": ref.address, "layers": str(ref.layers)} for ref in engine.pipeline.route.stages],
+            }
+        )
+        return
+    print(
+        f"{options.model} on {' and '.join(urls)}: {engine.line.slots} conversations of {service.n_ctx} tokens at once,"
+        f" thinking {options.thinking.value} ({options.ladder.value}), {'API keys' if has_keys else 'no API keys'}",
+        flush=True,
+    )

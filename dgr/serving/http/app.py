@@ -1,0 +1,103 @@
+"""The server's routes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from dgr.serving.http.endpoints import ChatCompletions, Completions
+from dgr.serving.http.errors import ApiError
+from dgr.serving.http.keys import ApiKeys, App, Gate
+from dgr.serving.http.page import PAGE_HEADERS, page
+from dgr.serving.http.service import Service
+
+__all__ = ["make_app"]
+
+#: Asked by load balancers, which have no key; they tell nothing but that.
+_OPEN = frozenset({"/", "/health", "/ready"})
+
+
+def make_app(
+    service: Service, keys: ApiKeys | None = None, *, open_metrics: bool = False, local_only: bool = False
+) -> App:
+    """The ASGI application. ``keys``: None answers anyone; with ``local_only`` no page of another site among them."""
+    engine, options = service.engine, service.options
+    pipeline = engine.pipeline
+
+    async def health(_: Request) -> Response:
+        return _json({"status": "ok"})
+
+    async def ready(_: Request) -> Response:
+        told = {"status": "ready" if engine.is_ready else "not ready", "route": pipeline.state.value}
+        return _json(told, 200 if engine.is_ready else 503)
+
+    async def models(_: Request) -> Response:
+        return _json({"object": "list", "data": [about()]})
+
+    async def model(request: Request) -> Response:
+        if request.path_params["name"] != options.model:
+            return _error(
+                ApiError(404, f"this server has {options.model!r} alone", param="model", code="model_not_found")
+            )
+        return _json(about())
+
+    def about() -> dict[str, Any]:
+        return {
+            "id": options.model,
+            "object": "model",
+            "created": service.created,
+            "owned_by": "dgr",
+            "context_length": service.n_ctx,
+            "max_model_len": service.n_ctx,
+            "thinking": {"default": options.thinking.value, "ladder": options.ladder.value},
+            "numerics": pipeline.context.numerics.value,
+            "artifact": pipeline.descriptions[0].artifact,
+        }
+
+    async def metrics(_: Request) -> Response:
+        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def index(_: Request) -> Response:
+        return Response(page(service), media_type="text/html; charset=utf-8", headers=PAGE_HEADERS)
+
+    app = Starlette(
+        routes=[
+            Route("/v1/chat/completions", ChatCompletions(service), methods=["POST"]),
+            Route("/v1/completions", Completions(service), methods=["POST"]),
+            Route("/v1/models", models),
+            Route("/v1/models/{name:path}", model),
+            Route("/health", health),
+            Route("/ready", ready),
+            Route("/metrics", metrics),
+            Route("/", index),
+        ],
+        exception_handlers={404: _not_found, 405: _not_allowed, 500: _failed},
+    )
+    return Gate(app, keys, _OPEN | ({"/metrics"} if open_metrics else frozenset()), local_only=local_only)
+
+
+def _json(content: dict[str, Any], status: int = 200) -> Response:
+    return Response(msgspec.json.encode(content), status, media_type="application/json")
+
+
+def _error(error: ApiError) -> Response:
+    return Response(error.body, error.status, headers=error.headers)
+
+
+async def _not_found(request: Request, _: Exception) -> Response:
+    return _error(ApiError(404, f"there is nothing at {request.scope['path']}", code="not_found"))
+
+
+async def _not_allowed(request: Request, _: Exception) -> Response:
+    return _error(ApiError(405, f"{request.scope['path']} does not take {request.method}", code="method_not_allowed"))
+
+
+async def _failed(_: Request, error: Exception) -> Response:
+    """A fault of our own; the server's log has the rest."""
+    message = f"the server failed on this request ({type(error).__name__}); its log says more"
+    return _error(ApiError(500, message, kind="server_error", code="internal_error"))

@@ -1,0 +1,181 @@
+"""The fields of request bodies that dgr itself reads: types and ranges. Fields it does not know are ignored."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+
+from dgr.core.values import SamplingParams
+from dgr.serving.http.errors import ApiError
+
+__all__ = ["MOST_CHOICES", "ChatFields", "CompletionFields", "Fields", "StreamOptions", "decode_body", "read_fields"]
+
+#: Choices of one request; OpenAI's own bound.
+MOST_CHOICES = 128
+#: Stop strings, and characters of one: what is held back is compared with all of them at every token.
+_MOST_STOPS, _LONGEST_STOP = 16, 1024
+#: Candidates asked of the tail when log-probabilities are wanted: the drawn token should be among them.
+_CANDIDATES = 64
+_AT = re.compile(r" - at `\$\.?([^`]*)`$")
+
+Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
+Stop = str | list[str] | None
+
+#: What would constrain the answer and is not there: refused, since an answer without it would look like one with it.
+_REFUSED = {
+    "logit_bias": "the sampler takes no biases",
+    "grammar": "the sampler knows no grammars",
+    "json_schema": "the sampler knows no schemas",
+    "guided_json": "the sampler knows no schemas",
+    "guided_regex": "the sampler knows no patterns",
+    "guided_choice": "the sampler knows no choices",
+    "guided_grammar": "the sampler knows no grammars",
+    "structured_outputs": "the sampler knows no schemas",
+    "functions": "give `tools`",
+    "function_call": "give `tool_choice`",
+    "suffix": "the model fills nothing in",
+    "echo": "the prompt is not repeated",
+    "audio": "the model has no audio",
+}
+
+
+class StreamOptions(Struct):
+    """``stream_options``."""
+
+    include_usage: bool | None = None
+
+
+class Fields(Struct, kw_only=True):
+    """What chat and text completions share."""
+
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_progress: bool | None = None
+    n: Annotated[int, Meta(ge=1, le=MOST_CHOICES)] | None = None
+    best_of: int | None = None
+    max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    min_tokens: Count | None = None
+    ignore_eos: bool | None = None
+    stop: Stop = None
+    stop_token_ids: list[Count] | None = None
+    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
+    top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
+    repeat_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    repetition_penalty: Annotated[float, Meta(gt=0, le=100)] | None = None
+    repeat_last_n: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
+    frequency_penalty: Annotated[float, Meta(ge=-100, le=100)] | None = None
+    presence_penalty: Annotated[float, Meta(ge=-100, le=100)] | None = None
+
+    @property
+    def choices(self) -> int:
+        return self.n or 1
+
+    @property
+    def wants_usage(self) -> bool:
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def stop_strings(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def wants_logprobs(self) -> bool:
+        raise NotImplementedError
+
+    def sampling(self, seed: int, choice: int) -> SamplingParams:
+        """How choice number ``choice`` is drawn. The model card's defaults: temperature 1, everything else off."""
+        return SamplingParams(
+            temperature=_or(self.temperature, 1.0),
+            top_k=max(_or(self.top_k, 0), 0),
+            top_p=_or(self.top_p, 1.0),
+            min_p=_or(self.min_p, 0.0),
+            repeat_penalty=_or(self.repeat_penalty, _or(self.repetition_penalty, 1.0)),
+            frequency_penalty=_or(self.frequency_penalty, 0.0),
+            presence_penalty=_or(self.presence_penalty, 0.0),
+            penalty_last_n=_or(self.repeat_last_n, -1),
+            seed=seed,
+            choice=choice,
+            top_logprobs=_CANDIDATES if self.wants_logprobs else 0,
+        )
+
+    def seed_or_random(self) -> int:
+        """The client's seed as the sampler takes it, or a random one."""
+        return secrets.randbits(63) if self.seed is None else self.seed & (2**63 - 1)
+
+
+class ChatFields(Fields, kw_only=True):
+    """``/v1/chat/completions``, without what deepseek-recipe reads: messages, tools, thinking."""
+
+    max_completion_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return bool(self.logprobs)
+
+    @property
+    def most_tokens(self) -> int | None:
+        """Tokens of the answer; the newer name wins."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+
+class CompletionFields(Fields, kw_only=True):
+    """``/v1/completions``."""
+
+    #: A text, token ids, or a list of either.
+    prompt: str | list[str | int | list[int]]
+    logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.logprobs is not None
+
+
+T = TypeVar("T")
+F = TypeVar("F", bound=Fields)
+
+
+def _or(value: T | None, default: T) -> T:
+    return default if value is None else value
+
+
+def decode_body(raw: bytes) -> dict[str, Any]:
+    """A JSON object. Raises :class:`ApiError`."""
+    try:
+        body = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from error
+    if not isinstance(body, dict):
+        raise ApiError(400, f"the body is a JSON {type(body).__name__}, not an object", code="invalid_json")
+    return body
+
+
+def read_fields(body: dict[str, Any], kind: type[F]) -> F:
+    """The typed fields of a body. Raises :class:`ApiError` naming the parameter."""
+    for name, why in _REFUSED.items():
+        if body.get(name) not in (None, False, {}, [], ""):
+            raise ApiError(400, f"{name} is not supported: {why}", param=name, code="unsupported_parameter")
+    try:
+        fields = msgspec.convert(body, kind)
+    except msgspec.ValidationError as error:
+        message = str(error)
+        at = _AT.search(message)
+        param = at[1] if at else None
+        text = message[: at.start()] if at else message
+        raise ApiError(400, f"{param or 'the body'}: {text}", param=param, code="invalid_value") from error
+    stops = fields.stop_strings
+    if len(stops) > _MOST_STOPS or not all(0 < len(stop) <= _LONGEST_STOP for stop in stops):
+        message = f"stop: give up to {_MOST_STOPS} strings of 1 to {_LONGEST_STOP} characters"
+        raise ApiError(400, message, param="stop", code="invalid_value")
+    if (fields.best_of or 1) > fields.choices:
+        raise ApiError(400, "best_of is not supported: give n", param="best_of", code="unsupported_parameter")
+    return fields

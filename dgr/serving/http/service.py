@@ -1,0 +1,82 @@
+"""What every endpoint knows: the engine, the vocabulary, the server's options and its counters."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+import time
+
+import trio
+from attrs import field, frozen
+from deepseek_recipe import Tokenizer
+
+from dgr.errors import InputError
+from dgr.serving.engine import ServingEngine
+from dgr.serving.http.metrics import Metrics
+from dgr.serving.http.prompts import Ladder, Thinking
+from dgr.serving.vocabulary import ServingVocabulary
+
+__all__ = ["ServerOptions", "Service"]
+
+#: What a name in a JSON body, a metric's label and a page can hold without surprises.
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
+
+
+@frozen
+class ServerOptions:
+    """How a server answers."""
+
+    #: The model's name in requests and answers.
+    model: str = "dgr"
+    #: Effort of thinking where a request says nothing of it.
+    thinking: Thinking = Thinking.LOW
+    ladder: Ladder = Ladder.PREVIEW
+    #: Most bytes of a request's body.
+    max_body: int = 8 << 20
+    #: Seconds without an event after which a stream shows a sign of life; infinity: never, also not at once.
+    keep_alive: float = 10.0
+
+    def __attrs_post_init__(self) -> None:
+        if not _NAME.fullmatch(self.model):
+            raise InputError(
+                f"the model's name {self.model!r} is not 1 to 128 letters, digits, and . _ : / - in between; give --name"
+            )
+        if not (
+            0 < self.keep_alive <= 15 or self.keep_alive == math.inf
+        ):  # some give up streams that are silent for longer
+            raise InputError(f"keep-alive is {self.keep_alive:g} s; give up to 15, or 0 for none")
+        if self.max_body < 1:
+            raise InputError(f"the most bytes of a body are {self.max_body}; give 1 or more")
+
+
+@frozen
+class Service:
+    """Shared by all endpoints of one server."""
+
+    engine: ServingEngine
+    vocabulary: ServingVocabulary
+    options: ServerOptions
+    metrics: Metrics
+    tokenizer: Tokenizer
+    #: One long text at a time: tokenising takes up to 130 bytes of memory for each of its own.
+    reading: trio.Lock = field(factory=trio.Lock)
+    #: Unix time at which the server began.
+    created: int = field(factory=lambda: int(time.time()))
+
+    @classmethod
+    def of(cls, engine: ServingEngine, vocabulary: ServingVocabulary, options: ServerOptions) -> Service:
+        """A service over an engine; takes half a second for V4's vocabulary."""
+        tokenizer = Tokenizer.from_str(vocabulary.decoder_json)
+        return cls(engine, vocabulary, options, Metrics(engine), tokenizer)
+
+    @property
+    def fingerprint(self) -> str:
+        """``system_fingerprint``: with equal ones and equal seeds, answers are equal. Model, kernels and context decide it."""
+        stages = self.engine.pipeline.descriptions
+        text = f"{stages[0].artifact} {[stage.kernel_fingerprint for stage in stages]} {stages[0].context}"
+        return f"dgr-{hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}"
+
+    @property
+    def n_ctx(self) -> int:
+        return self.engine.pipeline.context.n_ctx

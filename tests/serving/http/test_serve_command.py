@@ -1,0 +1,208 @@
+"""`dgr serve`: what it refuses, and a small model served by the program itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import trio
+
+import dgr
+from dgr.cli import main
+from dgr.serving.vocabulary import ServingVocabulary
+
+CONTEXT = ("--ctx", "256", "--batch", "64", "--ubatch", "64")
+QUESTION = "The quick brown fox"
+
+
+@pytest.fixture
+def refusal(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """``refusal("--listen", "nowhere")``: what `dgr serve` says when it refuses its arguments."""
+
+    def run(*arguments: object) -> str:
+        assert main(["serve", *map(str, arguments)]) == 2
+        return capsys.readouterr().err
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "give --model GGUF, or --route TOML"),
+        (("--model", "x.gguf", "--listen", "8000"), "address '8000' is not HOST:PORT"),
+        (("--model", "x.gguf", "--listen", "0.0.0.0:0"), "--api-key-file FILE, or --allow-anyone"),
+        (("--model", "x.gguf", "--api-key-file", "none"), "cannot read API keys from none"),
+        (("--model", "x.gguf", "--https-cert", "c.pem"), "--https-cert and --https-key go together"),
+        (("--model", "x.gguf", "--grace", "-1"), "grace is -1"),
+        (("--model", "x.gguf", "--client-timeout", "0"), "timeout of clients is 0"),
+        (("--route", "none.toml"), "cannot read none.toml"),
+        (("--route", "none.toml", "--split", "0:7"), "give one of them"),
+        (("--model", "x.gguf", "--mtp"), "multi-token prediction"),
+    ],
+)
+def test_what_cannot_be_served_is_refused(refusal: Callable, arguments: tuple[str, ...], message: str) -> None:
+    assert message in refusal("--listen", "127.0.0.1:0", *arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--name", "two words"), "the model's name 'two words'"),
+        (("--sessions", "0"), "n_seq_max is 0"),
+        (("--max-queued", "-1"), "cannot be negative"),
+        (("--deadline", "0"), "deadline must be above 0"),
+        (("--max-body", "0"), "most bytes of a body are 0"),
+    ],
+)
+def test_options_that_cannot_be_are_refused_with_a_model_too(
+    refusal: Callable, small: Path, arguments: tuple[str, ...], message: str
+) -> None:
+    assert message in refusal("--listen", "127.0.0.1:0", "--model", small, *CONTEXT, *arguments)
+
+
+def test_without_the_extra_it_says_what_to_install(refusal: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dgr.cli.serve._lacks", lambda name: name == "starlette")
+    assert "needs starlette: install dgr with its extra `http`" in refusal("--model", "x.gguf")
+
+
+def test_the_library_itself_needs_none_of_it() -> None:
+    """A core install has no HTTP library; neither `import dgr` nor any other command may miss them."""
+    code = """if True:
+        import sys
+        for name in ("anycorn", "starlette", "deepseek_recipe", "prometheus_client", "openai"):
+            sys.modules[name] = None
+        import dgr, dgr.serving.engine, dgr.serving.vocabulary
+        from dgr.cli import main
+        sys.exit(main(["serve", "--help"]))
+    """
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "--api-key-file" in done.stdout
+
+
+@contextmanager
+def served(*arguments: object) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
+    """The program, and its ready line."""
+    command = [
+        sys.executable,
+        "-m",
+        "dgr",
+        "serve",
+        "--listen",
+        "127.0.0.1:0",
+        "--json",
+        *CONTEXT,
+        *map(str, arguments),
+    ]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line, process.communicate(timeout=20)[1]
+        yield process, json.loads(line)
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def undisturbed(model: Path) -> list[int]:
+    """The whole model's answer to the same prompt."""
+
+    async def run() -> list[int]:
+        context = dgr.ContextParams(n_ctx=256, n_batch=64, n_ubatch=64)
+        artifact = dgr.Artifact.open(model)
+        with dgr.LlamaVocabulary(artifact) as llama:
+            words = ServingVocabulary.of_model(llama, artifact)
+            names = ("<｜begin▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "</think>")  # noqa: RUF001
+            bos, user, assistant, unthink = (words.special(name) for name in names)
+            prompt = [bos, user, *words.encode(QUESTION), assistant, unthink]
+        async with dgr.open_pipeline(model, context=context) as pipeline, pipeline.session() as session:
+            return [token.id async for token in session.generate(prompt, max_tokens=16, stop=(words.eos,))]
+
+    return trio.run(run)
+
+
+def test_a_split_model_behind_http_gives_the_whole_models_answer(small: Path) -> None:
+    """Real engines, the program, OpenAI's client: the text is that of the undivided model; a signal ends it in order."""
+    expected = undisturbed(small)
+    with dgr.LlamaVocabulary(small) as words:
+        text = b"".join(words.piece(token) for token in expected).decode("utf-8", "ignore")
+    with served("--model", small, "--split", "0:3,3:7", "--name", "tiny", "--thinking", "off") as (process, line):
+        assert line["model"] == "tiny"
+        assert [stage["layers"] for stage in line["stages"]] == ["0:3", "3:7"]
+        client = openai.OpenAI(base_url=f"{line['url']}/v1", api_key="none", max_retries=0, timeout=30)
+        asked = {"model": "tiny", "max_tokens": 16, "temperature": 0}
+        messages: list[Any] = [{"role": "user", "content": QUESTION}]
+        whole = client.chat.completions.create(messages=messages, **asked)
+        streamed = client.chat.completions.create(messages=messages, stream=True, **asked)
+        parts = [chunk.choices[0].delta.content or "" for chunk in streamed]
+        assert whole.choices[0].message.content == "".join(parts) == text
+        messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "And"}]
+        second = client.chat.completions.create(messages=messages, logprobs=True, top_logprobs=3, **asked)
+        assert second.choices[0].logprobs is not None
+        assert second.choices[0].logprobs.content is not None
+        first = second.choices[0].logprobs.content[0]
+        assert first.logprob == max(each.logprob for each in first.top_logprobs)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+        assert process.stderr is not None
+        assert process.stderr.read() == ""
+
+
+def _blocks(language: str) -> list[str]:
+    text = (Path(__file__).resolve().parents[3] / "docs" / "serving.md").read_text("utf-8")
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+
+
+def test_the_examples_of_the_documentation_run(small: Path) -> None:
+    examples = [["bash", "-ec", block] for block in _blocks("sh") if block.startswith("curl")]
+    examples += [[sys.executable, "-c", block] for block in _blocks("python") if block.startswith("import")]
+    assert len(examples) == 3
+    with served("--model", small, "--name", "tiny") as (_, line):
+        for *command, code in examples:
+            code = code.replace("http://127.0.0.1:8000", line["url"])
+            done = subprocess.run([*command, code], capture_output=True, text=True, timeout=60)
+            assert done.returncode == 0, done.stderr
+            assert len(done.stdout) > 10
+            assert '"error"' not in done.stdout
+
+
+def test_every_flag_is_documented(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    flags = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", capsys.readouterr().out)) - {"--help", "--mtp"}
+    text = (Path(__file__).resolve().parents[3] / "docs" / "serving.md").read_text("utf-8")
+    assert not {flag for flag in flags if f"`{flag}" not in text}
+
+
+def test_stages_elsewhere_are_served_with_as_many_slots_as_they_have(small: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "dgr", "stage", str(small), "--layers", "0:7", "--listen", "127.0.0.1:0", *CONTEXT]
+    command += ["--sessions", "3", "--json", "--until-stdin-closes"]
+    stage = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert stage.stdout is not None
+        address = json.loads(stage.stdout.readline())["address"]
+        route = tmp_path / "route.toml"
+        route.write_text(f'model = {json.dumps(os.fspath(small))}\n[[stage]]\naddress = "{address}"\nlayers = "0:7"\n')
+        with served("--route", route) as (process, line):
+            assert (line["sessions"], line["n_ctx"]) == (3, 256)
+            client = openai.OpenAI(base_url=f"{line['url']}/v1", api_key="none", max_retries=0, timeout=30)
+            done = client.completions.create(model=line["model"], prompt=QUESTION, max_tokens=4, temperature=0)
+            assert done.usage is not None
+            assert done.usage.completion_tokens == 4
+            process.send_signal(signal.SIGINT)
+            assert process.wait(20) == 0
+    finally:
+        stage.kill()
+        stage.communicate()
