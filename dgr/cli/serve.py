@@ -25,8 +25,8 @@ from dgr.cluster.remote import open_route
 from dgr.cluster.route_file import read_route_file
 from dgr.engine.vocab import LlamaVocabulary
 from dgr.errors import InputError
+from dgr.serving.api.vocabulary import ServingVocabulary
 from dgr.serving.engine import ServingLimits, open_serving
-from dgr.serving.vocabulary import ServingVocabulary
 from dgr.wire.nurseries import open_nursery
 
 if TYPE_CHECKING:
@@ -211,7 +211,7 @@ def _tls(args: argparse.Namespace) -> tuple[Path, Path] | None:
 
 
 def _options(args: argparse.Namespace, artifact: Artifact) -> ServerOptions:
-    from dgr.serving.http.prompts import Ladder, Thinking
+    from dgr.serving.api.prompts import Ladder, Thinking
     from dgr.serving.http.service import ServerOptions
 
     name = args.name or _NO_NAME.sub("-", artifact.file.path.stem).lstrip("-._:/")[:128] or "dgr"

@@ -10,8 +10,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from dgr.serving.api.errors import ApiError
 from dgr.serving.http.endpoints import ChatCompletions, Completions
-from dgr.serving.http.errors import ApiError
 from dgr.serving.http.keys import ApiKeys, App, Gate
 from dgr.serving.http.page import PAGE_HEADERS, page
 from dgr.serving.http.service import Service

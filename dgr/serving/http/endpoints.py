@@ -16,11 +16,11 @@ from attrs import define, frozen
 
 from dgr.core.values import SamplingParams
 from dgr.errors import DgrError
+from dgr.serving.api.errors import ApiError, api_error, overlong
+from dgr.serving.api.fields import ChatFields, CompletionFields, Fields, decode_body, read_fields
+from dgr.serving.api.prompts import chat_prompt, refuse_beyond
 from dgr.serving.engine import Answer, Job, Phase
-from dgr.serving.http.errors import ApiError, api_error, overlong
-from dgr.serving.http.fields import ChatFields, CompletionFields, Fields, decode_body, read_fields
 from dgr.serving.http.keys import Receive, Scope, Send, send_error
-from dgr.serving.http.prompts import chat_prompt, refuse_beyond
 from dgr.serving.http.replies import ChatReply, CompletionReply, Reply
 from dgr.serving.http.service import Service
 from dgr.serving.http.streams import ClientLeft, Emit, data_event, read_body, send_events, send_whole, while_connected

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from dgr.core.inputs import read_whole
 from dgr.errors import InputError
-from dgr.serving.http.errors import ApiError
+from dgr.serving.api.errors import ApiError
 from dgr.wire.tcp import is_loopback
 
 __all__ = ["ApiKeys", "App", "Gate", "Receive", "Scope", "Send", "send_error"]

@@ -8,7 +8,7 @@ import html
 import importlib.resources
 import re
 
-from dgr.serving.http.prompts import Thinking
+from dgr.serving.api.prompts import Thinking
 from dgr.serving.http.service import Service
 
 __all__ = ["PAGE_HEADERS", "page"]

@@ -16,9 +16,9 @@ from deepseek_recipe import (
 )
 
 from dgr.client.generation import GeneratedToken
-from dgr.serving.http.prompts import ChatPrompt
-from dgr.serving.http.recipe import no_panic
-from dgr.serving.vocabulary import ServingVocabulary, TextDecoder
+from dgr.serving.api.prompts import ChatPrompt
+from dgr.serving.api.recipe import no_panic
+from dgr.serving.api.vocabulary import ServingVocabulary, TextDecoder
 
 __all__ = ["UNLIKELY", "ChatReply", "CompletionReply", "Reply", "logprob_of"]
 

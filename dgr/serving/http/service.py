@@ -12,10 +12,10 @@ from attrs import field, frozen
 from deepseek_recipe import Tokenizer
 
 from dgr.errors import InputError
+from dgr.serving.api.prompts import Ladder, Thinking
+from dgr.serving.api.vocabulary import ServingVocabulary
 from dgr.serving.engine import ServingEngine
 from dgr.serving.http.metrics import Metrics
-from dgr.serving.http.prompts import Ladder, Thinking
-from dgr.serving.vocabulary import ServingVocabulary
 
 __all__ = ["ServerOptions", "Service"]
 

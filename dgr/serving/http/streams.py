@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import trio
 
-from dgr.serving.http.errors import ApiError
+from dgr.serving.api.errors import ApiError
 from dgr.serving.http.keys import Receive, Send
 from dgr.wire.nurseries import open_nursery
 

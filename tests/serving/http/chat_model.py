@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 from functools import lru_cache
 
 from dgr.core.values import ContextParams, SamplingParams, TopLogprob
-from dgr.serving.vocabulary import ServingVocabulary, byte_symbols
+from dgr.serving.api.vocabulary import ServingVocabulary, byte_symbols
 from dgr.testing.engines.fake import FakeEngine, FakeModel
 from dgr.testing.offline import Offline, open_fake_pipeline
 

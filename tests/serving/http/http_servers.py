@@ -12,10 +12,10 @@ import trio
 from attrs import define
 from chat_model import ChatModel, open_chat_model, vocabulary
 
+from dgr.serving.api.prompts import Thinking
 from dgr.serving.engine import ServingEngine, ServingLimits, open_serving
 from dgr.serving.http.app import make_app
 from dgr.serving.http.keys import ApiKeys
-from dgr.serving.http.prompts import Thinking
 from dgr.serving.http.server import HttpPolicy, address_of, bind, run_server
 from dgr.serving.http.service import ServerOptions, Service
 from dgr.wire.nurseries import open_nursery

@@ -20,9 +20,9 @@ import trio
 from chat_model import EOS, UNTHINK, spelled
 from http_servers import Server, chat_body
 
+from dgr.serving.api.prompts import Thinking
 from dgr.serving.engine import ServingLimits
 from dgr.serving.http.keys import ApiKeys
-from dgr.serving.http.prompts import Thinking
 from dgr.serving.http.service import ServerOptions
 from dgr.testing.waits import until
 

@@ -21,11 +21,11 @@ from cryptography.hazmat.primitives import serialization
 from http_servers import Stream, chat_body
 
 from dgr.errors import InputError, RequestTimedOut
+from dgr.serving.api.prompts import Thinking
 from dgr.serving.engine import Job, ServingEngine, open_serving
 from dgr.serving.http.app import make_app
 from dgr.serving.http.endpoints import ChatCompletions, Running
 from dgr.serving.http.keys import ApiKeys
-from dgr.serving.http.prompts import Thinking
 from dgr.serving.http.server import HttpPolicy, bind, check_reach, run_server, server_config
 from dgr.serving.http.service import ServerOptions, Service
 from dgr.testing.waits import until

@@ -32,9 +32,9 @@ from dgr.gguf.reader import MetaArray, MetaValue, ValueType
 from dgr.gguf.writer import u32
 from dgr.selftest.fixture.cached import cached_fixture
 from dgr.selftest.fixture.edit import edit_gguf
-from dgr.serving.http.errors import ApiError
-from dgr.serving.http.prompts import Ladder, Thinking, chat_prompt, thinking_of
-from dgr.serving.vocabulary import ServingVocabulary, TextDecoder
+from dgr.serving.api.errors import ApiError
+from dgr.serving.api.prompts import Ladder, Thinking, chat_prompt, thinking_of
+from dgr.serving.api.vocabulary import ServingVocabulary, TextDecoder
 
 P1 = "Reasoning Effort: Absolute maximum with no shortcuts permitted."
 P2 = "Reasoning Effort: Beyond maximum — exhaustive, relentless, and uncompromising."

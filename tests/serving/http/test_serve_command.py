@@ -19,7 +19,7 @@ import trio
 
 import dgr
 from dgr.cli import main
-from dgr.serving.vocabulary import ServingVocabulary
+from dgr.serving.api.vocabulary import ServingVocabulary
 
 CONTEXT = ("--ctx", "256", "--batch", "64", "--ubatch", "64")
 QUESTION = "The quick brown fox"
@@ -82,7 +82,7 @@ def test_the_library_itself_needs_none_of_it() -> None:
         import sys
         for name in ("anycorn", "starlette", "deepseek_recipe", "prometheus_client", "openai"):
             sys.modules[name] = None
-        import dgr, dgr.serving.engine, dgr.serving.vocabulary
+        import dgr, dgr.serving.engine, dgr.serving.api.vocabulary
         from dgr.cli import main
         sys.exit(main(["serve", "--help"]))
     """

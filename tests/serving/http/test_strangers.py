@@ -15,10 +15,10 @@ from deepseek_recipe import Tokenizer
 
 from dgr.client.generation import GeneratedToken
 from dgr.errors import DgrError
-from dgr.serving.http.errors import ApiError
-from dgr.serving.http.fields import ChatFields, decode_body, read_fields
-from dgr.serving.http.prompts import Ladder, Thinking, chat_prompt
-from dgr.serving.http.recipe import no_panic
+from dgr.serving.api.errors import ApiError
+from dgr.serving.api.fields import ChatFields, decode_body, read_fields
+from dgr.serving.api.prompts import Ladder, Thinking, chat_prompt
+from dgr.serving.api.recipe import no_panic
 from dgr.serving.http.replies import ChatReply
 from dgr.serving.http.whole import whole_chat
 

@@ -23,10 +23,10 @@ from deepseek_recipe import (
 )
 
 from dgr.errors import InputError
-from dgr.serving.http.errors import ApiError, overlong
-from dgr.serving.http.fields import decode_body
-from dgr.serving.http.recipe import no_panic
-from dgr.serving.vocabulary import ServingVocabulary
+from dgr.serving.api.errors import ApiError, overlong
+from dgr.serving.api.fields import decode_body
+from dgr.serving.api.recipe import no_panic
+from dgr.serving.api.vocabulary import ServingVocabulary
 
 __all__ = ["ChatPrompt", "Ladder", "Thinking", "chat_prompt", "refuse_beyond", "thinking_of"]
 

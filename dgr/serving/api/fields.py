@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from dgr.core.values import SamplingParams
-from dgr.serving.http.errors import ApiError
+from dgr.serving.api.errors import ApiError
 
 __all__ = ["MOST_CHOICES", "ChatFields", "CompletionFields", "Fields", "StreamOptions", "decode_body", "read_fields"]
 
