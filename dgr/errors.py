@@ -37,7 +37,6 @@ __all__ = [
     "SessionBusy",
     "SessionError",
     "SessionLost",
-    "StaleEpochError",
     "UnsupportedModel",
     "WireError",
 ]
@@ -158,10 +157,6 @@ class SessionLost(SessionError):
 
 class CacheMissed(SessionLost):
     """A stage does not hold exactly the state that the frame expected."""
-
-
-class StaleEpochError(SessionError):
-    """The frame belongs to an epoch that is no longer the route session's own."""
 
 
 class PrefillFailed(SessionError):

@@ -61,10 +61,6 @@ class RouteFile:
     #: Files of the stages that have their own, by address.
     stage_models: Mapping[str, Path] = field(factory=dict)
 
-    def model_of(self, address: str) -> Path | None:
-        """The file that a stage loads: its own, or the route's."""
-        return self.stage_models.get(address, self.model)
-
 
 def read_route_file(path: str | Path) -> RouteFile:
     """Read and check a route file. Raises :class:`InvalidRoute` naming the key and what it should hold."""

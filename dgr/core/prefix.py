@@ -38,13 +38,6 @@ class PrefixDigest:
         """The 16 bytes for the ids taken so far."""
         return self._hash.digest()
 
-    def copy(self) -> PrefixDigest:
-        """An independent digest that stands at the same position."""
-        twin = PrefixDigest.__new__(PrefixDigest)
-        twin._hash = self._hash.copy()
-        twin.position = self.position
-        return twin
-
 
 #: The digest of no token.
 EMPTY_DIGEST = PrefixDigest().digest()

@@ -110,8 +110,8 @@ def _check_architecture(metadata: Mapping[str, MetaValue]) -> None:
     name = stored.value if stored is not None else None
     if not isinstance(name, str):
         raise UnsupportedModel("the key general.architecture is missing; give a GGUF of a language model")
-    if any(mark in key for key in metadata for mark in _SHARED_KV_MARKS):
-        key = next(key for key in metadata if any(mark in key for mark in _SHARED_KV_MARKS))
+    key = next((key for key in metadata if any(mark in key for mark in _SHARED_KV_MARKS)), None)
+    if key is not None:
         raise UnsupportedModel(f"the key {key} marks a model whose layers share K rows. {_V4_1}")
     if name != ARCHITECTURE:
         if name.startswith(ARCHITECTURE) or name in ("deepseek-v4.1", "deepseek_v4_1"):

@@ -121,8 +121,7 @@ def test_a_route_file_survives_its_text(tmp_path: Path) -> None:
         '[[stage]]\naddress = "10.0.0.1:1"\nlayers = "0:22"\nmodel = "s.gguf"\n[[stage]]\naddress = "h:2"\nlayers = "22:43"\n'
     )
     file = read_route_file(path)
-    assert file.model_of("10.0.0.1:1") == path.parent / "s.gguf"
-    assert file.model_of("h:2") == file.model
+    assert file.stage_models == {"10.0.0.1:1": path.parent / "s.gguf"}
     path.write_text(format_route_file(file))
     again = read_route_file(path)
     assert again.route == file.route
