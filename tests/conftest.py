@@ -14,10 +14,10 @@ import pytest
 
 import dgr
 from dgr.core.values import ContextParams
-from dgr.engine.numerics import Certificate, load_certificate, record_certificate
+from dgr.engine.numerics import ExactnessRecord, load_exactness_record, save_exactness_record
 from dgr.selftest.chain import some_tokens
 from dgr.selftest.fixture import cached_fixture
-from dgr.selftest.invariance import certificate, run_suite
+from dgr.selftest.invariance import exactness_record, run_suite
 
 T = TypeVar("T")
 
@@ -26,17 +26,17 @@ _TYPES = ("f32", "f16", "bf16", "q8_0", "mxfp4", "q4_K")
 
 
 @pytest.fixture(scope="session")
-def exact_here() -> Certificate:
+def exact_here() -> ExactnessRecord:
     """The record of exact numerics on this machine; the invariance suite runs once when it lacks what tests need."""
-    found = load_certificate()
+    found = load_exactness_record()
     if found is None or not set(_TYPES) <= {*found.weight_types, *found.failures}:
-        found = certificate(run_suite(_TYPES), found)
-        record_certificate(found)
+        found = exactness_record(run_suite(_TYPES), found)
+        save_exactness_record(found)
     return found
 
 
 @pytest.fixture(scope="session")
-def model(exact_here: Certificate) -> Callable[..., Path]:
+def model(exact_here: ExactnessRecord) -> Callable[..., Path]:
     """``model(weights, layers=43, mtp=False)``: a fixture model's path, written once per machine. Do not change it."""
     return cached_fixture
 

@@ -9,9 +9,9 @@ from dgr.cli.progress import progress_bar, say_above
 from dgr.cli.streams import print_json, tell
 from dgr.core.host import available_cpus
 from dgr.engine.native import kernel_fingerprint
-from dgr.engine.numerics import Certificate, load_certificate, record_certificate, record_target
+from dgr.engine.numerics import ExactnessRecord, load_exactness_record, record_target, save_exactness_record
 from dgr.errors import InputError
-from dgr.selftest.invariance import THREADS_NOTE, Report, Verdict, certificate, run_suite
+from dgr.selftest.invariance import THREADS_NOTE, Report, Verdict, exactness_record, run_suite
 
 __all__ = ["register", "run"]
 
@@ -72,7 +72,7 @@ def _object(report: Report, notes: list[str], path: str | None) -> dict[str, Any
 
 
 def run(args: argparse.Namespace) -> int:
-    found = load_certificate()
+    found = load_exactness_record()
     if args.if_missing and found is not None and not _would_find_more(found):
         if args.json:
             print_json({"recorded": True})
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     notes, path, kept = list(report.notes), None, True
     if not args.no_record and any(verdict.is_known for verdict in report.verdicts):
         try:
-            path = str(record_certificate(certificate(report, load_certificate(report.fingerprint))))
+            path = str(save_exactness_record(exactness_record(report, load_exactness_record(report.fingerprint))))
         except InputError as failed:
             notes.append(str(failed))
             kept = False
@@ -106,6 +106,6 @@ def run(args: argparse.Namespace) -> int:
     return 0 if report.passed and kept else 1
 
 
-def _would_find_more(found: Certificate) -> bool:
+def _would_find_more(found: ExactnessRecord) -> bool:
     """Whether something was not tested that might be now; several threads need several CPUs."""
     return any(available_cpus() > 1 or not note.startswith(THREADS_NOTE) for note in found.notes)

@@ -29,7 +29,7 @@ from dgr.engine.address_space import has_address_limit
 from dgr.engine.base import MemoryReport, Output, Work
 from dgr.engine.files import open_stage
 from dgr.engine.native import Native, NativeHandle, default_native, kernel_fingerprint, runtime_version
-from dgr.engine.numerics import require_certified
+from dgr.engine.numerics import check_exact_types
 from dgr.errors import EngineError, InputError
 from dgr.v4.hyper_parameters import ARCHITECTURE
 from dgr.v4.state_map import Component
@@ -167,7 +167,7 @@ class LlamaEngine(NativeHandle):
         context, layers = _given(artifact, layers, context)
         artifact.check(layers)
         if certified_only and context.numerics is Numerics.EXACT:
-            require_certified((kind.label for kind in artifact.matrix_types(layers)), context.type_k)
+            check_exact_types((kind.label for kind in artifact.matrix_types(layers)), context.type_k)
         needs = estimate_memory(artifact, layers, context).total if has_address_limit() else 0
         identity = artifact.prove(layers)
         self._native = native or default_native()

@@ -17,10 +17,17 @@ from dgr.core.targets import Target, find_target
 from dgr.engine.native import kernel_fingerprint
 from dgr.errors import InputError, NumericsRefused
 
-__all__ = ["Certificate", "cache_dir", "load_certificate", "record_certificate", "record_target", "require_certified"]
+__all__ = [
+    "ExactnessRecord",
+    "cache_dir",
+    "check_exact_types",
+    "load_exactness_record",
+    "record_target",
+    "save_exactness_record",
+]
 
 
-class Certificate(msgspec.Struct, frozen=True):
+class ExactnessRecord(msgspec.Struct, frozen=True):
     """The suite's verdict for one kernel fingerprint."""
 
     fingerprint: str
@@ -38,14 +45,14 @@ def _path(fingerprint: str) -> Path:
     return cache_dir() / "numerics" / f"{fingerprint}.json"
 
 
-def load_certificate(fingerprint: str | None = None) -> Certificate | None:
+def load_exactness_record(fingerprint: str | None = None) -> ExactnessRecord | None:
     """The recorded verdict for this machine's kernels; None when the suite has not run (or its record is damaged)."""
     fingerprint = fingerprint or kernel_fingerprint()
     try:
-        certificate = msgspec.json.decode(_path(fingerprint).read_bytes(), type=Certificate)
+        record = msgspec.json.decode(_path(fingerprint).read_bytes(), type=ExactnessRecord)
     except (OSError, msgspec.DecodeError):  # what cannot be read is as good as not there
         return None
-    return certificate if certificate.fingerprint == fingerprint else None
+    return record if record.fingerprint == fingerprint else None
 
 
 def record_target(fingerprint: str) -> Target:
@@ -58,11 +65,11 @@ def record_target(fingerprint: str) -> Target:
         raise _not_kept(failed) from failed
 
 
-def record_certificate(certificate: Certificate) -> Path:
+def save_exactness_record(record: ExactnessRecord) -> Path:
     """Keep a verdict; gives the file's path. Raises :class:`~dgr.errors.InputError`, and the old verdict stays."""
-    target = record_target(certificate.fingerprint)
+    target = record_target(record.fingerprint)
     try:
-        write_file(target, msgspec.json.format(msgspec.json.encode(certificate), indent=2) + b"\n")
+        write_file(target, msgspec.json.format(msgspec.json.encode(record), indent=2) + b"\n")
     except InputError as failed:
         raise _not_kept(failed) from failed
     return target.path
@@ -72,24 +79,24 @@ def _not_kept(failed: Exception) -> InputError:
     return InputError(f"the verdict on these kernels cannot be kept: {failed}; name another folder in DGR_CACHE_DIR")
 
 
-def require_certified(weight_types: Iterable[str], type_k: str) -> None:
+def check_exact_types(weight_types: Iterable[str], type_k: str) -> None:
     """Refuse types that are not known to be exact here, with the list of those that are."""
-    certificate = load_certificate()
-    if certificate is None:
+    record = load_exactness_record()
+    if record is None:
         raise NumericsRefused(
             f"exact numerics have not been tested on these kernels (fingerprint {kernel_fingerprint()}); run"
             " `dgr selftest numerics` once (about half a minute), or choose numerics = native"
         )
-    if refused := sorted(set(weight_types) - set(certificate.weight_types)):
-        failed = [label for label in refused if f"weights {label}" in certificate.failures]
+    if refused := sorted(set(weight_types) - set(record.weight_types)):
+        failed = [label for label in refused if f"weights {label}" in record.failures]
         raise NumericsRefused(
             f"weight types {', '.join(failed or refused)} {_verdict(bool(failed), many=True)} on this machine; exact are"
-            f" {', '.join(certificate.weight_types) or 'none'} (dgr selftest numerics); use such weights, or numerics = native"
+            f" {', '.join(record.weight_types) or 'none'} (dgr selftest numerics); use such weights, or numerics = native"
         )
-    if type_k not in certificate.k_types:
+    if type_k not in record.k_types:
         raise NumericsRefused(
-            f"K-cache type {type_k} {_verdict(f'K cache {type_k}' in certificate.failures)} on this machine; exact are"
-            f" {', '.join(certificate.k_types) or 'none'} (dgr selftest numerics); use one of them, or numerics = native"
+            f"K-cache type {type_k} {_verdict(f'K cache {type_k}' in record.failures)} on this machine; exact are"
+            f" {', '.join(record.k_types) or 'none'} (dgr selftest numerics); use one of them, or numerics = native"
         )
 
 

@@ -28,7 +28,7 @@ from dgr.core.values import ContextParams, LogitsWanted, Numerics
 from dgr.engine.base import Work
 from dgr.engine.budget import available_cpus
 from dgr.engine.native import kernel_fingerprint
-from dgr.engine.numerics import Certificate
+from dgr.engine.numerics import ExactnessRecord
 from dgr.errors import DgrError, InputError, NonFinite
 from dgr.gguf.types import GgmlType, parse_type
 from dgr.selftest.chain import Chain, cut_at, some_tokens
@@ -44,7 +44,7 @@ __all__ = [
     "Case",
     "Report",
     "Verdict",
-    "certificate",
+    "exactness_record",
     "run_suite",
     "select",
 ]
@@ -416,7 +416,7 @@ def run_suite(
     return Report(kernel_fingerprint(), tuple(run.verdict() for run in runs), tuple(notes), time.monotonic() - began)
 
 
-def certificate(report: Report, previous: Certificate | None = None) -> Certificate:
+def exactness_record(report: Report, previous: ExactnessRecord | None = None) -> ExactnessRecord:
     """The record of a report. Types it did not test, or not to the end, keep the verdict of ``previous``.
 
     That counts only if it is of these kernels.
@@ -432,7 +432,7 @@ def certificate(report: Report, previous: Certificate | None = None) -> Certific
         exact |= {("k_cache", label) for label in previous.k_types} - tested
         again = {_name(verdict.case) for verdict in known}
         failures |= {name: text for name, text in previous.failures.items() if name not in again}
-    return Certificate(
+    return ExactnessRecord(
         report.fingerprint,
         tuple(label for label in WEIGHT_TYPES if ("weights", label) in exact),
         tuple(label for label in K_TYPES if ("k_cache", label) in exact),

@@ -27,7 +27,7 @@ from dgr.cli.command_line import _parser, main
 from dgr.cli.exit_codes import exit_code, run_command
 from dgr.cli.up import _Reporter
 from dgr.core.route import LayerRange, StageRef
-from dgr.engine.numerics import Certificate
+from dgr.engine.numerics import ExactnessRecord
 from dgr.errors import ArtifactError, DgrError, EngineError, InputError, LinkBroken
 
 Command = Callable[[Path, Path], list[object]]
@@ -75,7 +75,7 @@ def test_every_command_is_here() -> None:
 @pytest.fixture(autouse=True)
 def tested_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """The verdict on this machine's kernels is recorded, with nothing left to try: their test takes half a minute."""
-    monkeypatch.setattr(dgr.cli.selftest, "load_certificate", lambda: Certificate("00", (), ()))
+    monkeypatch.setattr(dgr.cli.selftest, "load_exactness_record", lambda: ExactnessRecord("00", (), ()))
 
 
 @pytest.fixture

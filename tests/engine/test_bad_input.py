@@ -14,7 +14,7 @@ from dgr.core.route import LayerRange
 from dgr.core.values import ContextParams, LogitsWanted, Numerics
 from dgr.engine.base import Work
 from dgr.engine.llama import LlamaEngine
-from dgr.engine.numerics import Certificate, record_certificate
+from dgr.engine.numerics import ExactnessRecord, save_exactness_record
 from dgr.errors import (
     ArtifactError,
     ContextLimitExceeded,
@@ -102,12 +102,12 @@ def test_exact_refuses_types_that_are_not_exact_here(model, exact_here, tmp_path
         LlamaEngine(path, None, CONTEXT)
 
     failures = {"weights bf16": "3 of 160 rows differ", "K cache f32": "does not run"}
-    record_certificate(Certificate(exact_here.fingerprint, ("f32", "q8_0"), ("f16",), failures))
+    save_exactness_record(ExactnessRecord(exact_here.fingerprint, ("f32", "q8_0"), ("f16",), failures))
     with pytest.raises(NumericsRefused, match="types bf16 are not exact on this machine; exact are f32, q8_0"):
         LlamaEngine(path, None, CONTEXT)
     with pytest.raises(NumericsRefused, match="type f32 is not exact on this machine; exact are f16"):
         LlamaEngine(of_f32, None, replace(CONTEXT, type_k="f32"))
-    record_certificate(Certificate(exact_here.fingerprint, ("f32", "q8_0"), ("f16",)))
+    save_exactness_record(ExactnessRecord(exact_here.fingerprint, ("f32", "q8_0"), ("f16",)))
     with pytest.raises(NumericsRefused, match="bf16, mxfp4 have not been tested on this machine; exact are f32, q8_0"):
         LlamaEngine(path, None, CONTEXT)
     with pytest.raises(NumericsRefused, match="type f32 has not been tested on this machine; exact are f16"):
@@ -118,7 +118,7 @@ def test_exact_refuses_types_that_are_not_exact_here(model, exact_here, tmp_path
 
 def test_a_record_of_other_kernels_does_not_count(small, exact_here, tmp_path, monkeypatch):
     monkeypatch.setenv("DGR_CACHE_DIR", str(tmp_path))
-    path = record_certificate(Certificate("0" * 32, exact_here.weight_types, exact_here.k_types))
+    path = save_exactness_record(ExactnessRecord("0" * 32, exact_here.weight_types, exact_here.k_types))
     path.rename(path.with_name(f"{exact_here.fingerprint}.json"))
     with pytest.raises(NumericsRefused):
         LlamaEngine(small, None, CONTEXT)

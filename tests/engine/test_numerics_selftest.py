@@ -17,12 +17,12 @@ from msgspec.structs import replace
 from dgr.cli import main
 from dgr.core.values import Numerics
 from dgr.engine.native import kernel_fingerprint
-from dgr.engine.numerics import Certificate, load_certificate, record_certificate
+from dgr.engine.numerics import ExactnessRecord, load_exactness_record, save_exactness_record
 from dgr.errors import InputError, NonFinite
 from dgr.selftest import invariance
 from dgr.selftest.chain import Chain
 from dgr.selftest.fixture import cached_fixture
-from dgr.selftest.invariance import Case, Report, Verdict, certificate, run_suite, select
+from dgr.selftest.invariance import Case, Report, Verdict, exactness_record, run_suite, select
 from dgr.testing.limits import limited_files
 
 ONE = Verdict(Case("weights", "f32"), (), (), 0.1)
@@ -81,16 +81,16 @@ def test_every_type_that_exact_may_refuse_can_be_tested():
 
 
 def test_a_record_keeps_what_was_not_tested_again(exact: Report, native: Report):
-    first = certificate(exact)
+    first = exactness_record(exact)
     assert (first.weight_types, first.k_types, first.failures) == (("q8_0",), ("q8_0",), {})
-    both = certificate(native, first)
+    both = exactness_record(native, first)
     assert (both.weight_types, both.k_types) == (("q8_0",), ("q8_0",))
     assert set(both.failures) == {"K cache f32", "weights f32", "weights bf16"}
     worse = evolve(exact, verdicts=tuple(evolve(one, differences=("all",)) for one in exact.verdicts))
-    assert (certificate(worse, both).weight_types, certificate(worse, both).k_types) == ((), ())
-    assert set(certificate(exact, certificate(worse, both)).failures) == set(both.failures)
-    other = Certificate("0" * 32, ("f16",), ("f16",))
-    assert certificate(exact, other) == first
+    assert (exactness_record(worse, both).weight_types, exactness_record(worse, both).k_types) == ((), ())
+    assert set(exactness_record(exact, exactness_record(worse, both)).failures) == set(both.failures)
+    other = ExactnessRecord("0" * 32, ("f16",), ("f16",))
+    assert exactness_record(exact, other) == first
 
 
 def test_threads_are_not_tested_on_busy_cpus(monkeypatch: pytest.MonkeyPatch):
@@ -117,8 +117,8 @@ def test_a_type_that_could_not_be_run_keeps_its_old_verdict(monkeypatch: pytest.
     assert verdict.untested is not None
     assert report.notes == (f"weights bf16: not tested: {verdict.untested}",)
     for before in (("bf16",), ()):
-        old = Certificate(report.fingerprint, before, ("f16",), {} if before else {"weights bf16": "1 of 160 rows"})
-        new = certificate(report, old)
+        old = ExactnessRecord(report.fingerprint, before, ("f16",), {} if before else {"weights bf16": "1 of 160 rows"})
+        new = exactness_record(report, old)
         assert (new.weight_types, new.k_types, new.failures) == (old.weight_types, old.k_types, old.failures)
         assert new.notes == report.notes
 
@@ -135,7 +135,7 @@ def test_a_model_that_cannot_be_written_is_no_finding(failure: Exception, monkey
     assert not report.passed  # essential, and nobody knows
     assert all(not verdict.is_known for verdict in report.verdicts)
     assert all(str(failure) in note or "MemoryError" in note for note in report.notes)
-    assert certificate(report, Certificate(report.fingerprint, ("f32",), ("f32",))).weight_types == ("f32",)
+    assert exactness_record(report, ExactnessRecord(report.fingerprint, ("f32",), ("f32",))).weight_types == ("f32",)
 
 
 def test_differing_bits_are_a_failure_whatever_came_after(monkeypatch: pytest.MonkeyPatch):
@@ -148,8 +148,10 @@ def test_differing_bits_are_a_failure_whatever_came_after(monkeypatch: pytest.Mo
     (verdict,) = report.verdicts
     assert verdict.differences
     assert verdict.untested == "MemoryError"
-    assert set(certificate(report, Certificate(report.fingerprint, ("bf16",), ())).failures) >= {"weights bf16"}
-    assert certificate(report, Certificate(report.fingerprint, ("bf16",), ())).weight_types == ()
+    assert set(exactness_record(report, ExactnessRecord(report.fingerprint, ("bf16",), ())).failures) >= {
+        "weights bf16"
+    }
+    assert exactness_record(report, ExactnessRecord(report.fingerprint, ("bf16",), ())).weight_types == ()
 
 
 def test_no_number_is_a_finding_about_the_kernels(monkeypatch: pytest.MonkeyPatch):
@@ -170,18 +172,18 @@ def test_nothing_found_is_nothing_recorded(tmp_path: Path, monkeypatch: pytest.M
     text = capsys.readouterr().out
     assert "note: weights f32: not tested: no disk" in text
     assert "not recorded" in text
-    assert load_certificate() is None
+    assert load_exactness_record() is None
 
 
 def test_a_verdict_that_cannot_be_kept_is_told_and_the_old_one_stays(tmp_path: Path, monkeypatch, capsys):
     monkeypatch.setenv("DGR_CACHE_DIR", str(tmp_path))
-    before = Certificate(kernel_fingerprint(), ("f32", "bf16"), ("f16",))
-    record_certificate(before)
+    before = ExactnessRecord(kernel_fingerprint(), ("f32", "bf16"), ("f16",))
+    save_exactness_record(before)
     monkeypatch.setattr("dgr.cli.selftest.run_suite", lambda *_, **__: Report(kernel_fingerprint(), (ONE,), (), 0.0))
     with limited_files(64):
         assert main(["selftest", "numerics"]) == 1
     assert "note: the verdict on these kernels cannot be kept" in capsys.readouterr().out
-    assert load_certificate() == before
+    assert load_exactness_record() == before
     assert list((tmp_path / "numerics").iterdir()) == [tmp_path / "numerics" / f"{kernel_fingerprint()}.json"]
 
 
@@ -236,20 +238,20 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     model = cached_fixture("bf16", layers=5)
     monkeypatch.setattr(invariance, "cached_fixture", lambda *_, **__: model)  # it stays where it is
     monkeypatch.setenv("DGR_CACHE_DIR", str(tmp_path))
-    before = Certificate(kernel_fingerprint(), ("f32",), ("f16",))
-    record_certificate(before)
+    before = ExactnessRecord(kernel_fingerprint(), ("f32",), ("f16",))
+    save_exactness_record(before)
 
     assert main(["selftest", "numerics", "--types", "bf16", "--json", "--no-record"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["record"] is None
     assert [(one["type"], one["exact"], one["differences"]) for one in found["verdicts"]] == [("bf16", True, [])]
-    assert load_certificate() == before
+    assert load_exactness_record() == before
 
     assert main(["selftest", "numerics", "--types", "bf16"]) == 0
     text = capsys.readouterr().out
     assert re.search(r"weights +bf16 .* exact\n", text)
     assert str(tmp_path) in text
-    recorded = load_certificate()
+    recorded = load_exactness_record()
     assert recorded is not None
     assert (recorded.weight_types, recorded.k_types) == (("f32", "bf16"), ("f16",))
 
@@ -269,7 +271,7 @@ def test_a_record_with_something_untested_is_made_again(tmp_path, monkeypatch, c
     command = ["selftest", "numerics", "--if-missing"]
     threads, disk = "several threads: not tested for f16", "weights f16: not tested: No space left on device"
     for notes, cpus, times in (((threads,), 2, 1), ((), 2, 0), ((threads,), 1, 0), ((disk,), 1, 1)):
-        record_certificate(Certificate(kernel_fingerprint(), ("f32",), ("f16",), notes=notes))
+        save_exactness_record(ExactnessRecord(kernel_fingerprint(), ("f32",), ("f16",), notes=notes))
         monkeypatch.setattr("dgr.cli.selftest.available_cpus", lambda cpus=cpus: cpus)
         ran.clear()
         assert main(command) == 0
