@@ -10,9 +10,9 @@ from attrs import frozen
 from dgr.core.route import Route
 
 __all__ = [
-    "Cancelled",
     "Event",
     "EventHub",
+    "GenerationCancelled",
     "PrefillProgress",
     "Prefilled",
     "RePrefilled",
@@ -68,7 +68,7 @@ class RePrefilled:
 
 
 @frozen
-class Cancelled:
+class GenerationCancelled:
     """A generation was given up; the session is kept at ``position``."""
 
     session: int
@@ -94,7 +94,9 @@ class RouteDown:
     why: str
 
 
-Event: TypeAlias = Prefilled | PrefillProgress | StateLost | RePrefilled | Cancelled | RouteChanged | RouteDown
+Event: TypeAlias = (
+    Prefilled | PrefillProgress | StateLost | RePrefilled | GenerationCancelled | RouteChanged | RouteDown
+)
 
 #: Events kept for a subscriber that does not read; later ones are dropped.
 KEPT_EVENTS = 4096

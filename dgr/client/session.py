@@ -15,7 +15,7 @@ import trio
 from attrs import frozen
 
 from dgr.client.claims import check_report
-from dgr.client.events import Cancelled, Prefilled, PrefillProgress, RePrefilled, StateLost
+from dgr.client.events import GenerationCancelled, Prefilled, PrefillProgress, RePrefilled, StateLost
 from dgr.client.generation import Generation, Vocabulary
 from dgr.client.replies import control_error
 from dgr.client.work import SessionRoute, SessionWork, WorkRequest
@@ -369,7 +369,7 @@ class ClientSession:
         self._kept = kept
         self._machine.fire(ClientEvent.REPLIED if kept is None else ClientEvent.KEPT)
         committed = self._work.committed
-        self._route.emit(Cancelled(self.id, committed))
+        self._route.emit(GenerationCancelled(self.id, committed))
         if self.transcript[:committed] == sent[:committed]:
             self._work.stand_at(self.transcript[:committed])
         else:

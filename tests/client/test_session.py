@@ -10,7 +10,7 @@ import trio
 import trio.testing
 from attrs import define, field
 
-from dgr.client.events import Cancelled, Event, Prefilled, PrefillProgress, RePrefilled, StateLost
+from dgr.client.events import Event, GenerationCancelled, Prefilled, PrefillProgress, RePrefilled, StateLost
 from dgr.client.generation import Generation
 from dgr.client.replies import PendingReply
 from dgr.client.route_client import SessionLimits, Timeouts
@@ -269,7 +269,7 @@ async def test_cancelled_chunks_that_were_not_started_leave_the_session_where_it
     route.release()
     del route.sent[:]
     await take(session.generate(), 1)
-    assert Cancelled(1, CHUNK) in route.events
+    assert GenerationCancelled(1, CHUNK) in route.events
     assert route.sent[0].expect.position == CHUNK
     assert session.transcript[-1] == undisturbed(list(range(17)), 1)[0]
 

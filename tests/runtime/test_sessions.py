@@ -11,7 +11,7 @@ from conversations import held, reference, seen, take
 from harness import CONTEXT, THREE, TIMEOUTS, TWO, WHOLE, kinds, open_stages, rest
 from msgspec.structs import replace
 
-from dgr.client.events import Cancelled, RePrefilled, StateLost
+from dgr.client.events import GenerationCancelled, RePrefilled, StateLost
 from dgr.client.session import ClientSession
 from dgr.cluster.local import ShardPolicy
 from dgr.core.values import SamplingParams
@@ -61,7 +61,7 @@ async def test_cancel_in_prefill_starts_nothing_queued_and_keeps_the_rest(
         assert await take(session.generate([1, 2], max_tokens=4)) == reference([*PROMPT, 1, 2], 4)
         assert stages.tokens_run(split) == [len(PROMPT) + 2 + 3] * len(split.split(","))
         happened = seen(events)
-        assert [event.position for event in happened if isinstance(event, Cancelled)] == [8]
+        assert [event.position for event in happened if isinstance(event, GenerationCancelled)] == [8]
         assert not [event for event in happened if isinstance(event, StateLost)]
 
 
@@ -89,7 +89,7 @@ async def test_a_token_whose_caller_gave_up_is_not_lost(autojump_clock: trio.abc
         before = stages.tokens_run(TWO)
         assert begun + await take(generation, 3) == reference(PROMPT, 5, sampling)
         assert stages.tokens_run(TWO) == [count + 2 for count in before]
-        assert kinds(seen(events)) == ["Prefilled", "Cancelled"]
+        assert kinds(seen(events)) == ["Prefilled", "GenerationCancelled"]
 
 
 async def test_a_token_drawn_for_another_wish_is_not_used(autojump_clock: trio.abc.Clock) -> None:

@@ -13,7 +13,7 @@ import pytest
 from attrs import Factory, define
 from interrupts import GUARD, PROMPT, Fake, Interrupter, Native, answer, trio_threads, undisturbed
 
-from dgr.client.events import Cancelled
+from dgr.client.events import GenerationCancelled
 from dgr.client.generation import GeneratedToken
 from dgr.errors import SessionBusy
 from dgr.serving import bridge, embed
@@ -277,7 +277,7 @@ def test_a_block_interrupted_at_any_step_leaves_nothing_open(what: str, times: i
             while await block_interrupted(pipeline, fake.interrupter, step, what, times):
                 step += 1
                 assert (await pipeline.statistics()).sessions == 0
-                fake.offline.pipeline._hub.emit(Cancelled(0, 0))  # finds out whose subscription is over
+                fake.offline.pipeline._hub.emit(GenerationCancelled(0, 0))  # finds out whose subscription is over
                 assert not fake.offline.pipeline._hub._subscribers
                 async with pipeline.session() as session:
                     assert await answer(session, PROMPT, 1) == expected
