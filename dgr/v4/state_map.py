@@ -19,9 +19,9 @@ from dgr.v4.hyper_parameters import CSA_RATIO, HCA_RATIO, HyperParameters, Layer
 
 __all__ = [
     "Component",
-    "ComponentState",
+    "ComponentExpectation",
+    "ComponentLayout",
     "ContextShape",
-    "ExpectedComponent",
     "StateMap",
     "StateTensor",
     "expected_state",
@@ -137,7 +137,7 @@ class StateTensor:
 
 
 @frozen
-class ComponentState:
+class ComponentLayout:
     """One component as a range owns it."""
 
     component: Component
@@ -163,13 +163,13 @@ class StateMap:
     layers: LayerRange
     shape: ContextShape
     #: Every component, in :class:`Component` order; those the range does not own have no layers and no bytes.
-    components: tuple[ComponentState, ...]
+    components: tuple[ComponentLayout, ...]
 
-    def __getitem__(self, component: Component) -> ComponentState:
+    def __getitem__(self, component: Component) -> ComponentLayout:
         return next(state for state in self.components if state.component is component)
 
     @property
-    def owned(self) -> tuple[ComponentState, ...]:
+    def owned(self) -> tuple[ComponentLayout, ...]:
         return tuple(state for state in self.components if state.layers)
 
     @property
@@ -218,12 +218,12 @@ def state_map(hp: HyperParameters, layers: LayerRange, shape: ContextShape) -> S
             for layer in owned
             for name in _TENSOR_NAMES[component]
         )
-        components.append(ComponentState(component, owned, rows, width, kind, tensors))
+        components.append(ComponentLayout(component, owned, rows, width, kind, tensors))
     return StateMap(layers, shape, tuple(components))
 
 
 @frozen
-class ExpectedComponent:
+class ComponentExpectation:
     """What one component of a sequence holds after P tokens, in every layer that has it."""
 
     component: Component
@@ -238,7 +238,7 @@ class ExpectedComponent:
 
 def expected_state(
     hp: HyperParameters, layers: LayerRange, shape: ContextShape, n_tokens: int
-) -> tuple[ExpectedComponent, ...]:
+) -> tuple[ComponentExpectation, ...]:
     """Every owned component after ``n_tokens`` committed tokens, positions ``0 .. n_tokens - 1``.
 
     A sequence that only ever grew (dgr never rolls back and never restores) has exactly these rows: raw K the last
@@ -261,5 +261,5 @@ def expected_state(
                 last = n_tokens - 1
                 ring = state.rows
                 positions = tuple(last - (last - row) % ring for row in range(min(n_tokens, ring)))
-        expected.append(ExpectedComponent(state.component, state.rows, len(positions), positions))
+        expected.append(ComponentExpectation(state.component, state.rows, len(positions), positions))
     return tuple(expected)

@@ -19,7 +19,7 @@ from dgr.selftest.chain import Chain
 from dgr.selftest.llama_chain import open_chain
 from dgr.testing.probe import ProbedEngine
 from dgr.v4.hyper_parameters import CSA_RATIO, HCA_RATIO
-from dgr.v4.state_map import Component, ExpectedComponent, expected_state
+from dgr.v4.state_map import Component, ComponentExpectation, expected_state
 
 POSITIONS = (1, 3, 4, 5, 7, 8, 9, 127, 128, 129, 255, 256, 257, 511, 512, 513)
 #: The smallest ring of raw K, 256 cells: it wraps twice within the positions above.
@@ -58,7 +58,7 @@ def note_rows(chain: Chain, tokens: Sequence[int]) -> Rows:
     return noted
 
 
-def wrong_rows(stage: ProbedEngine, expected: Sequence[ExpectedComponent], noted: Rows) -> list[str]:
+def wrong_rows(stage: ProbedEngine, expected: Sequence[ComponentExpectation], noted: Rows) -> list[str]:
     """What the stage's tensors hold otherwise than expected."""
     wrong = []
     cells = stage.raw_positions()
@@ -86,7 +86,7 @@ def wrong_rows(stage: ProbedEngine, expected: Sequence[ExpectedComponent], noted
     return wrong
 
 
-def wrong_frontier(stage: ProbedEngine, expected: Sequence[ExpectedComponent], n_tokens: int) -> list[str]:
+def wrong_frontier(stage: ProbedEngine, expected: Sequence[ComponentExpectation], n_tokens: int) -> list[str]:
     """How the stage's own account of itself differs."""
     frontier = stage.state_summary(0)
     found = [(part.name, part.capacity, part.rows_min, part.rows_max) for part in frontier.components]
@@ -95,7 +95,7 @@ def wrong_frontier(stage: ProbedEngine, expected: Sequence[ExpectedComponent], n
     return wrong + [f"{one} is not {other}" for one, other in zip(found, wanted, strict=True) if one != other]
 
 
-def expected_of(stage: ProbedEngine, artifact: Artifact, n_tokens: int) -> tuple[ExpectedComponent, ...]:
+def expected_of(stage: ProbedEngine, artifact: Artifact, n_tokens: int) -> tuple[ComponentExpectation, ...]:
     return expected_state(artifact.hp, stage.map.layers, stage.map.shape, n_tokens)
 
 
