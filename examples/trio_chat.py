@@ -8,6 +8,7 @@ import sys
 import trio
 
 import dgr
+from dgr.client.events import drain
 
 
 async def main(model: str) -> None:
@@ -20,16 +21,8 @@ async def main(model: str) -> None:
                     print(token.text, end="", flush=True)
                 print()
             print(f"{len(session.transcript)} tokens, {session.committed} committed on every stage")
-        while (event := next_event(events)) is not None:
+        for event in drain(events):
             print(event)
-
-
-def next_event(events: trio.MemoryReceiveChannel) -> object:
-    """What happened so far, without waiting for more."""
-    try:
-        return events.receive_nowait()
-    except (trio.WouldBlock, trio.EndOfChannel):
-        return None
 
 
 if __name__ == "__main__":

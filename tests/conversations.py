@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from functools import lru_cache
 
 from dgr import GeneratedToken, Generation
-from dgr.client.events import so_far
+from dgr.client.events import drain
 from dgr.core.values import ContextParams, LogitsWanted, SamplingParams
 from dgr.engine.base import Work
 from dgr.stage.shard import Shard
@@ -50,7 +50,7 @@ async def take(generation: Generation, count: int | None = None) -> list[int]:
 
 
 #: The events that came so far.
-seen = so_far
+seen = drain
 
 
 @asynccontextmanager

@@ -16,7 +16,7 @@ import trio
 from dgr.cli.options import add_link_arguments, add_model_arguments, context_of, link_policy_of
 from dgr.cli.progress import Activity, progress_bar, say_above
 from dgr.cli.streams import print_json, read_prompt
-from dgr.client.events import Event, PrefillProgress, RouteChanged, so_far
+from dgr.client.events import Event, PrefillProgress, RouteChanged, drain
 from dgr.client.generation import GeneratedToken
 from dgr.client.pipeline import Pipeline, Timeouts
 from dgr.cluster.local import open_pipeline
@@ -151,7 +151,7 @@ async def _generate(args: argparse.Namespace, prompt: str) -> int:
         events = pipeline.events()
         with progress_bar("prefill", _tokens) as activity:
             answer = await _answer(args, pipeline, prompt, activity)
-        told = [_event(event) for event in so_far(events) if not isinstance(event, PrefillProgress)]
+        told = [_event(event) for event in drain(events) if not isinstance(event, PrefillProgress)]
         verdict = None
         if args.verify:
             with progress_bar("running the whole model to compare"):

@@ -19,7 +19,7 @@ __all__ = [
     "RouteChanged",
     "RouteDown",
     "StateLost",
-    "so_far",
+    "drain",
 ]
 
 
@@ -133,8 +133,8 @@ class EventHub:
         self._subscribers = []
 
 
-def so_far(events: trio.MemoryReceiveChannel[Event]) -> list[Event]:
-    """What has come on a subscription and was not taken yet, without waiting for more."""
+def drain(events: trio.MemoryReceiveChannel[Event]) -> list[Event]:
+    """Take what a subscription holds by now, without waiting for more."""
     found: list[Event] = []
     while True:
         try:

@@ -12,7 +12,7 @@ import msgspec
 import trio
 
 from dgr import Artifact, ContextParams, LayerRange, Pipeline
-from dgr.client.events import Event, RePrefilled, StateLost, so_far
+from dgr.client.events import Event, RePrefilled, StateLost, drain
 from dgr.core.prefix import PrefixDigest
 from dgr.selftest.chain import some_tokens
 from dgr_bench.certify.profiles import Profile
@@ -126,7 +126,7 @@ async def run_length(
 
 
 def _reprefill(events: trio.MemoryReceiveChannel[Event], to_next_token_s: float) -> RePrefill | None:
-    found = next((event for event in so_far(events) if isinstance(event, RePrefilled)), None)
+    found = next((event for event in drain(events) if isinstance(event, RePrefilled)), None)
     if found is None:
         return None
     return RePrefill(reason=found.reason, tokens=found.tokens, seconds=found.seconds, to_next_token_s=to_next_token_s)
@@ -144,7 +144,7 @@ async def run_piped(
                     run, talk, profile, n_vocab, stages=stages, disturb=pipeline if disturbed else None
                 )
         finally:
-            run.lost = [event.reason for event in so_far(events) if isinstance(event, StateLost)]
+            run.lost = [event.reason for event in drain(events) if isinstance(event, StateLost)]
 
 
 # --- cancellation and clean-up ----------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ import trio
 from attrs import frozen
 
 from dgr import ClientSession, Generation, LinkPolicy, Pipeline, Timeouts, open_pipeline, open_pipeline_on
-from dgr.client.events import RePrefilled, RouteChanged, RouteDown, StateLost, so_far
+from dgr.client.events import RePrefilled, RouteChanged, RouteDown, StateLost, drain
 from dgr.cluster.remote import RemoteConnector
 from dgr.cluster.route_file import RouteFile
 from dgr.core.values import ContextParams
@@ -225,7 +225,7 @@ async def run_case(case: DrillCase, model: Path, scenario: Scenario) -> Outcome:
             reported = testbed.pipeline.events()
             kind = _Slowness if case.fault == "slow" else _Loss
             await kind(case, scenario, testbed, session, outcome).run()
-            events = so_far(reported)
+            events = drain(reported)
             outcome.losses = sum(isinstance(event, StateLost) for event in events)
             outcome.reprefilled = [event.tokens for event in events if isinstance(event, RePrefilled)]
     return outcome
@@ -334,7 +334,7 @@ class _Loss(_FaultRun):
     async def _lose(self) -> None:
         address = self.testbed.file.route.stages[self.case.stage].address
         pid = self.testbed.up.events(address, "ready")[-1]["pid"]
-        so_far(self.events)
+        drain(self.events)
         injection = self.note()
         match self.case.fault:
             case "kill":

@@ -15,7 +15,7 @@ from attrs import field, frozen
 from msgspec.structs import replace
 
 from dgr import Artifact, ContextParams, Numerics, ShardEngine
-from dgr.client.events import StateLost, so_far
+from dgr.client.events import StateLost, drain
 from dgr.core.route import LayerRange, parse_split
 from dgr.engine.base import Output, Work
 from dgr.engine.native import build_info
@@ -97,7 +97,7 @@ class Subject:
 
     def lost(self) -> list[str]:
         """Reasons for which sessions lost their state since this was last asked."""
-        events = [] if self.events is None else so_far(self.events)
+        events = [] if self.events is None else drain(self.events)
         return [event.reason for event in events if isinstance(event, StateLost)]
 
 
