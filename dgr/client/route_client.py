@@ -20,7 +20,7 @@ from dgr.client.events import Event, RouteChanged, RouteDown
 from dgr.client.replies import ControlReply, FenceReply, PendingReply, WorkReply, control_error
 from dgr.core.arguments import number
 from dgr.core.route import Route
-from dgr.core.state_machine import Machine
+from dgr.core.state_machine import StateMachine
 from dgr.core.values import Key, StageIdentity
 from dgr.errors import ClosedError, DeadlineExceeded, DgrError, LinkBroken, SessionLost, WireError
 from dgr.protocol.states import ROUTE, RouteEvent, RouteState
@@ -107,7 +107,7 @@ class RouteClient:
         self._connect = connect
         self._chunk = chunk
         self._window = window
-        self._machine = Machine(ROUTE)
+        self._machine = StateMachine(ROUTE)
         self._live = trio.Event()
         self._down = trio.Event()
         self._changing = trio.Lock()

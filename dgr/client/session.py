@@ -20,7 +20,7 @@ from dgr.client.generation import Generation, Vocabulary
 from dgr.client.replies import control_error
 from dgr.client.work import SessionRoute, SessionWork, WorkRequest
 from dgr.core.arguments import check_callable, check_whole, token_ids
-from dgr.core.state_machine import Machine
+from dgr.core.state_machine import StateMachine
 from dgr.core.values import SamplingParams
 from dgr.errors import (
     ContextLimitExceeded,
@@ -83,7 +83,7 @@ class ClientSession:
         self._route = route
         self._vocabulary = vocabulary
         self._retries = retries
-        self._machine = Machine(CLIENT_SESSION)
+        self._machine = StateMachine(CLIENT_SESSION)
         self._in_use = trio.Lock()
         self._work = SessionWork(route, session_id)
         #: The epoch in which stages may hold something of it; -1 when none does.

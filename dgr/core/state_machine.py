@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 from attrs import frozen
 
-__all__ = ["InvalidTransition", "Machine", "Table"]
+__all__ = ["InvalidTransition", "StateMachine", "Table"]
 
 S = TypeVar("S", bound=Enum)
 E = TypeVar("E", bound=Enum)
@@ -51,7 +51,7 @@ class Table(Generic[S, E]):
         return (state, event) in self.transitions
 
 
-class Machine(Generic[S, E]):
+class StateMachine(Generic[S, E]):
     """A state, and the table that moves it."""
 
     __slots__ = ("_table", "state")

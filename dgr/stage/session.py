@@ -13,7 +13,7 @@ from typing import Protocol
 import trio
 
 from dgr.core.prefix import PrefixDigest
-from dgr.core.state_machine import Machine
+from dgr.core.state_machine import StateMachine
 from dgr.core.values import Key, LogitsWanted, StageIdentity, StateSummary
 from dgr.engine.base import Work
 from dgr.errors import EngineError, InputError, NonFinite, WireError
@@ -74,7 +74,7 @@ class SessionActor:
         self._outlet = outlet
         self._time_to_live = time_to_live
         self._on_end = on_end
-        self._machine = Machine(SESSION)
+        self._machine = StateMachine(SESSION)
         self._scope = trio.CancelScope()
         self._send, self._receive = trio.open_memory_channel[_Delivery](INBOX)
         #: Frames taken and not dealt with yet: in the inbox, on their way out of it, or being handled.

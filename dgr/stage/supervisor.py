@@ -14,7 +14,7 @@ from typing import Protocol
 
 import trio
 
-from dgr.core.state_machine import Machine
+from dgr.core.state_machine import StateMachine
 from dgr.core.values import Key, StageIdentity
 from dgr.errors import DgrError, WireError
 from dgr.protocol.states import EPOCH, EpochEvent, EpochState
@@ -77,7 +77,7 @@ class EpochSupervisor:
         #: Set when nothing of the route session is left here.
         self.ended = trio.Event()
         self._host = host
-        self._machine = Machine(EPOCH)
+        self._machine = StateMachine(EPOCH)
         self._successor: Link | None = None
         self._successor_ready = trio.Event()
         #: The fence that is reaching its next stage.

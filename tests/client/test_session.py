@@ -16,7 +16,7 @@ from dgr.client.replies import PendingReply
 from dgr.client.route_client import SessionLimits, Timeouts
 from dgr.client.session import ClientSession
 from dgr.core.prefix import PrefixDigest
-from dgr.core.state_machine import Machine
+from dgr.core.state_machine import StateMachine
 from dgr.core.values import Expectation, Key, SamplingParams, StateSummary
 from dgr.errors import (
     ClosedError,
@@ -415,7 +415,7 @@ async def test_a_closed_session_refuses_everything_and_its_waits_end(
 def record(session: ClientSession, rows: set[tuple[ClientState, ClientEvent]]) -> None:
     """Note every row of the table that the session fires."""
 
-    class Recording(Machine[ClientState, ClientEvent]):
+    class Recording(StateMachine[ClientState, ClientEvent]):
         def fire(self, event: ClientEvent) -> ClientState:
             rows.add((self.state, event))
             return super().fire(event)

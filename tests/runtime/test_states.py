@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from dgr.core.state_machine import InvalidTransition, Machine
+from dgr.core.state_machine import InvalidTransition, StateMachine
 from dgr.protocol import states
 from dgr.protocol.states import MACHINES
 
@@ -22,7 +22,7 @@ def test_a_pair_outside_the_table_is_refused_and_moves_nothing(name: str) -> Non
     absent = [pair for pair in itertools.product(table.states, table.events) if pair not in table.transitions]
     assert absent, "a table that allows everything guards nothing"
     for state, event in absent:
-        machine = Machine(table)
+        machine = StateMachine(table)
         machine.state = state
         assert not machine.can(event)
         with pytest.raises(InvalidTransition, match=f"no transition from {state.name} on {event.name}"):
@@ -68,7 +68,7 @@ def test_the_last_state_has_no_exit_and_every_other_leads_to_it(name: str, last:
 
 def test_a_machine_begins_where_its_table_says() -> None:
     first = {"session": "idle", "epoch": "unfenced", "client session": "cold", "route": "fencing"}
-    assert {name: Machine(table).state.value for name, table in MACHINES.items()} == first
+    assert {name: StateMachine(table).state.value for name, table in MACHINES.items()} == first
 
 
 def test_there_is_no_way_to_end_a_session_twice_or_to_work_a_poisoned_one() -> None:
