@@ -2,7 +2,7 @@
 
 An artifact is one GGUF, a GGUF in parts of which some may be elsewhere, or a slice (``dgr slice``) that holds some layers
 of another. :meth:`Artifact.open` reads headers only. :meth:`Artifact.check` looks at what a stage of one range would load,
-and refuses what llama.cpp would abort on. :meth:`Artifact.prove` finds out whose weights they are.
+and refuses what llama.cpp would abort on. :meth:`Artifact.verify_weights` finds out whose weights they are.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from attrs import field, frozen
 from dgr.artifact.digests import Progress, digest_tensors, known_digests
 from dgr.artifact.manifest import Manifest, make_manifest, metadata_digest
 from dgr.artifact.parts import Parts, read_parts
-from dgr.artifact.slice_metadata import LAYER_END, MANIFEST_KEY, given_manifest, layers_of, manifest_path
+from dgr.artifact.slice_metadata import LAYER_END, MANIFEST_KEY, layers_of, manifest_path, read_stored_manifest
 from dgr.artifact.tensor_checks import check_hash_table, check_shape, check_type
 from dgr.core.route import LayerRange
 from dgr.errors import ArtifactError, UnsupportedModel
@@ -41,7 +41,7 @@ class Artifact:
     #: Main layers that the files are for: all of them, or those of a slice.
     layers: LayerRange
     #: What the files themselves, or a manifest beside them, say of the whole model; None: the files are the model.
-    given: Manifest | None = field(repr=False)
+    stored_manifest: Manifest | None = field(repr=False)
     _known: Mapping[str, TensorSpec] = field(repr=False)
 
     @classmethod
@@ -51,23 +51,23 @@ class Artifact:
         A file of an MTP block alone is refused with :class:`~dgr.errors.MtpNotExecutable`.
         """
         parts = read_parts(path)
-        given = given_manifest(parts)
-        names = set(parts.located()) | {entry.name for entry in (given.tensors if given else ())}
-        unseen = given is None and bool(parts.missing)  # an MTP block that is announced may be elsewhere
+        stored = read_stored_manifest(parts)
+        names = set(parts.located()) | {entry.name for entry in (stored.tensors if stored else ())}
+        unseen = stored is None and bool(parts.missing)  # an MTP block that is announced may be elsewhere
         try:
             hp = from_metadata(parts.first.metadata, lambda name: unseen or name in names)
         except UnsupportedModel as refused:
             raise UnsupportedModel(f"{parts.first.path}: {refused}") from None
         shipped = mtp_packaging(names, hp.n_layers)
-        is_share = given is None and (parts.missing or LAYER_END in parts.first.metadata)
+        is_share = stored is None and (parts.missing or LAYER_END in parts.first.metadata)
         refuse_artifact(parts.first.path, parts.first.metadata, Shipped.ABSENT if is_share else shipped)
         specs = [*head_tensors(hp), *tail_tensors(hp)]
         for block in range(hp.n_blocks):
             specs += block_tensors(hp, block)
         known = {spec.name: spec for spec in specs}
-        artifact = cls(parts, hp, layers_of(parts.first, hp), given, known)
-        if given is not None:
-            _check_manifest(artifact, given)
+        artifact = cls(parts, hp, layers_of(parts.first, hp), stored, known)
+        if stored is not None:
+            _check_manifest(artifact, stored)
         return artifact
 
     @property
@@ -97,8 +97,11 @@ class Artifact:
     @cached_property
     def tensors(self) -> Mapping[str, TensorForm]:
         """Every tensor of the whole model that is known: from a manifest where there is one, else what is here."""
-        if self.given is not None:
-            return {entry.name: TensorForm(entry.name, entry.ne, GgmlType(entry.type)) for entry in self.given.tensors}
+        if self.stored_manifest is not None:
+            return {
+                entry.name: TensorForm(entry.name, entry.ne, GgmlType(entry.type))
+                for entry in self.stored_manifest.tensors
+            }
         return {name: TensorForm(name, tensor.ne, tensor.type) for name, (_, tensor) in self.located.items()}
 
     # --- what it weighs -----------------------------------------------------------------------------------------------
@@ -212,33 +215,33 @@ class Artifact:
         return self.manifest().identity
 
     def manifest(self, progress: Progress | None = None) -> Manifest:
-        """Every tensor of the whole model with its digest: as given, or from the weights."""
-        return self.given or self.read_manifest(progress)
+        """Every tensor of the whole model with its digest: as a manifest says, or from the weights."""
+        return self.stored_manifest or self.read_manifest(progress)
 
     def read_manifest(self, progress: Progress | None = None) -> Manifest:
         """The manifest from the weights themselves, whatever one beside them says; the whole model must be here."""
         if not self.is_whole:
-            raise ArtifactError(self._nameless())
+            raise ArtifactError(self._identity_unknown_message())
         jobs = [(file, tuple(file.tensors.values())) for file in self.parts.present]
         return make_manifest(self.file.metadata, self._infos(), digest_tensors(jobs, progress))
 
     def known_manifest(self) -> Manifest | None:
         """The manifest, if it is known without reading weights."""
-        if self.given is not None or not self.is_whole:
-            return self.given
+        if self.stored_manifest is not None or not self.is_whole:
+            return self.stored_manifest
         digests = {name: digest for file in self.parts.present for name, digest in known_digests(file).items()}
         return make_manifest(self.file.metadata, self._infos(), digests) if set(self.located) <= set(digests) else None
 
     def _infos(self) -> list[TensorInfo]:
         return [tensor for _, tensor in self.located.values()]
 
-    def prove(self, layers: LayerRange, progress: Progress | None = None) -> str:
+    def verify_weights(self, layers: LayerRange, progress: Progress | None = None) -> str:
         """The identity, after holding the weights of a range against it.
 
         With a manifest at hand only the tensors of the range are read. Raises :class:`~dgr.errors.ArtifactError` naming
         the tensor that is another than the manifest says.
         """
-        if self.given is None:
+        if self.stored_manifest is None:
             return self.read_manifest(progress).identity
         located = self.located
         jobs: dict[str, tuple[GgufFile, list[TensorInfo]]] = {}
@@ -247,16 +250,17 @@ class Artifact:
                 file, tensor = located[spec.name]
                 jobs.setdefault(str(file.path), (file, []))[1].append(tensor)
         digests = digest_tensors(list(jobs.values()), progress)
-        entries = self.given.by_name()
+        entries = self.stored_manifest.by_name()
         for name, digest in digests.items():
             if entries[name].digest != digest:
                 raise ArtifactError(
-                    f"{located[name][0].path}: the weights of {name!r} are not those of model {self.given.identity}: their"
-                    f" digest is {digest}, not {entries[name].digest}; fetch the file again"
+                    f"{located[name][0].path}: the weights of {name!r} are not those of model"
+                    f" {self.stored_manifest.identity}: their digest is {digest}, not {entries[name].digest};"
+                    " fetch the file again"
                 )
-        return self.given.identity
+        return self.stored_manifest.identity
 
-    def _nameless(self) -> str:
+    def _identity_unknown_message(self) -> str:
         if self.is_slice:
             return f"{self.file.path}: holds layers {self.layers} only and does not say of which model; use `dgr slice`"
         files = ", ".join(path.name for path in self.parts.missing)
@@ -266,9 +270,9 @@ class Artifact:
         )
 
 
-def _check_manifest(artifact: Artifact, given: Manifest) -> None:
+def _check_manifest(artifact: Artifact, stored: Manifest) -> None:
     """Refuse a manifest of another model: other metadata, or a tensor of another type or shape."""
-    parts, entries = artifact.parts, given.by_name()
+    parts, entries = artifact.parts, stored.by_name()
     where = parts.first.path if MANIFEST_KEY in parts.first.metadata else manifest_path(parts)
     mine = artifact.located
     if artifact.is_slice:  # a slice of a model with MTP holds a stand-in for one of its tensors
@@ -276,7 +280,7 @@ def _check_manifest(artifact: Artifact, given: Manifest) -> None:
     wrong = next(
         (name for name, (_, info) in mine.items() if name not in entries or not entries[name].matches(info)), None
     )
-    if metadata_digest(parts.first.metadata) != given.metadata:
+    if metadata_digest(parts.first.metadata) != stored.metadata:
         found = f"its metadata is not that of {parts.first.path.name}"
     elif wrong is not None:
         found = f"{wrong!r} is not in it as {mine[wrong][0].path.name} has it"

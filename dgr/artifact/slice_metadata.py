@@ -12,7 +12,15 @@ from dgr.errors import ArtifactError
 from dgr.gguf.reader import GgufFile, ValueType
 from dgr.v4.hyper_parameters import ARCHITECTURE, HyperParameters
 
-__all__ = ["LAYER_BEGIN", "LAYER_END", "MANIFEST_KEY", "PARENT_KEY", "given_manifest", "layers_of", "manifest_path"]
+__all__ = [
+    "LAYER_BEGIN",
+    "LAYER_END",
+    "MANIFEST_KEY",
+    "PARENT_KEY",
+    "layers_of",
+    "manifest_path",
+    "read_stored_manifest",
+]
 
 #: Keys of a slice. llama.cpp reads the first two (see the patch), dgr the others.
 LAYER_BEGIN, LAYER_END = f"{ARCHITECTURE}.dgr.layer_begin", f"{ARCHITECTURE}.dgr.layer_end"
@@ -28,7 +36,7 @@ def manifest_path(parts: Parts) -> Path:
     return parts.stem.with_name(parts.stem.name + ".manifest.json")
 
 
-def given_manifest(parts: Parts) -> Manifest | None:
+def read_stored_manifest(parts: Parts) -> Manifest | None:
     """The manifest that a slice carries, or that lies beside the file."""
     stored = parts.first.metadata.get(MANIFEST_KEY)
     if stored is not None:

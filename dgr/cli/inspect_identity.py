@@ -33,10 +33,10 @@ def _manifest_of(artifact: Artifact) -> Manifest:
         return artifact.manifest()
     with progress_bar("reading the model") as progress:
         manifest = artifact.read_manifest(progress)
-    if artifact.given is not None and artifact.given != manifest:
+    if artifact.stored_manifest is not None and artifact.stored_manifest != manifest:
         raise ArtifactError(
-            f"{manifest_path(artifact.parts)}: this manifest is of model {artifact.given.identity}, but the weights beside it"
-            f" are {manifest.identity}; make it again with --manifest, or remove it"
+            f"{manifest_path(artifact.parts)}: this manifest is of model {artifact.stored_manifest.identity}, but the"
+            f" weights beside it are {manifest.identity}; make it again with --manifest, or remove it"
         )
     return manifest
 
@@ -46,14 +46,14 @@ def show_identity(args: argparse.Namespace, artifact: Artifact) -> int:
     target = None if args.manifest is None else find_target(args.manifest or manifest_path(artifact.parts))
     if target is not None:
         target.check_apart(*artifact.parts.paths)
-    if target is not None and artifact.given is not None and artifact.is_whole:
-        artifact = attrs.evolve(artifact, given=None)  # it is about to be made again
+    if target is not None and artifact.stored_manifest is not None and artifact.is_whole:
+        artifact = attrs.evolve(artifact, stored_manifest=None)  # it is about to be made again
     manifest = _manifest_of(artifact)
     layers = artifact.layers if args.layers is None else LayerRange.parse(args.layers)
     if artifact.is_slice or args.layers is not None:
         artifact.check(layers)
         with progress_bar("reading the range") as progress:
-            artifact.prove(layers, progress)
+            artifact.verify_weights(layers, progress)
     info = build_info()
     found: dict[str, Any] = {
         "model": args.model,

@@ -107,7 +107,7 @@ def _load(args: argparse.Namespace, layers: LayerRange) -> LlamaEngine:
         check_budget({f"stage {layers}": report}, context.n_seq_max, parse_budget(args.memory))
     artifact.check(layers)
     with showing("reading the weights") as progress:
-        artifact.prove(layers, progress)
+        artifact.verify_weights(layers, progress)
     with showing("loading the weights"):
         return LlamaEngine(artifact, layers, context, threads=args.threads, mmap=args.mmap)
 

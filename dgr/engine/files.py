@@ -125,7 +125,7 @@ def _hollow_model(artifact: Artifact, folder: Path) -> Path:
 
 def _folder_of_parts(artifact: Artifact, folder: Path) -> Path:
     parts = artifact.parts
-    if artifact.given is None:
+    if artifact.stored_manifest is None:
         artifact.manifest()  # raises: the tensors of the other parts are not known
     absent = [tensor for name, tensor in artifact.tensors.items() if name not in artifact.located]
     count = len(parts.paths)

@@ -169,7 +169,7 @@ class LlamaEngine(NativeHandle):
         if certified_only and context.numerics is Numerics.EXACT:
             check_exact_types((kind.label for kind in artifact.matrix_types(layers)), context.type_k)
         needs = estimate_memory(artifact, layers, context).total if has_address_limit() else 0
-        identity = artifact.prove(layers)
+        identity = artifact.verify_weights(layers)
         self._native = native or default_native()
         self._stage = _open(
             self._native,

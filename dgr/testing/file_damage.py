@@ -146,7 +146,7 @@ def _change_slice(drawn: random.Random, base: Path, folder: Path) -> Path:
     """A slice whose own manifest was forged, or with flipped bits."""
     source, target = base / "slice.gguf", folder / "slice.gguf"
     if drawn.random() < 0.7:
-        manifest = Artifact.open(source).given
+        manifest = Artifact.open(source).stored_manifest
         assert manifest is not None
         text = _forged(drawn, encode_manifest(manifest))
         return edit_gguf(

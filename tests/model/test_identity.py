@@ -259,10 +259,10 @@ def test_a_range_is_read_and_kept_alone(old: Path, reads: list[str]) -> None:
     reads.clear()
     artifact = Artifact.open(copy)
     layers = LayerRange(2, 3)
-    assert artifact.prove(layers) == artifact.identity
+    assert artifact.verify_weights(layers) == artifact.identity
     assert sorted(reads) == sorted(tensor.name for tensor in artifact.tensors_of(layers))
     reads.clear()
-    artifact.prove(LayerRange(1, 3))
+    artifact.verify_weights(LayerRange(1, 3))
     assert all(name.startswith("blk.1.") for name in reads)
     assert reads
 
@@ -381,11 +381,11 @@ def test_a_manifest_beside_a_model_is_believed_but_for_the_own_tensors(old: Path
     artifact = Artifact.open(old)
     assert artifact.identity == manifest.identity
     assert reads == []
-    artifact.prove(LayerRange(1, 4))
+    artifact.verify_weights(LayerRange(1, 4))
     with pytest.raises(
         ArtifactError, match=r"old.gguf: the weights of 'blk.0.attn_norm.weight' are not those of model"
     ):
-        artifact.prove(LayerRange(0, 1))
+        artifact.verify_weights(LayerRange(0, 1))
     assert artifact.read_manifest().identity != manifest.identity
 
 

@@ -121,7 +121,7 @@ def test_a_missing_part_is_named_where_it_is_needed(parts: Parts) -> None:
                     artifact.check(LayerRange(layer, layer + 1))
             else:
                 artifact.check(LayerRange(layer, layer + 1))
-                assert artifact.prove(LayerRange(layer, layer + 1)) == whole.identity
+                assert artifact.verify_weights(LayerRange(layer, layer + 1)) == whole.identity
         hidden.rename(parts(number))
 
 
@@ -140,7 +140,7 @@ def test_without_a_manifest_a_part_more_is_needed_for_the_identity(parts: Parts)
     assert Artifact.open(parts(1)).identity == known.identity  # all parts are here: from the weights
     parts(2).unlink()
     artifact = Artifact.open(parts(1))
-    for ask in (lambda: artifact.identity, lambda: artifact.prove(LayerRange(2, 3))):
+    for ask in (lambda: artifact.identity, lambda: artifact.verify_weights(LayerRange(2, 3))):
         with pytest.raises(
             ArtifactError, match=r"min-00002-of-00004.gguf is not here.*put the manifest\s*here as min.manif"
         ):
@@ -236,11 +236,11 @@ def test_a_part_of_the_same_model_with_other_weights_is_found_by_its_digest(part
     write_fixture(other / "min.gguf", preset="min", layers=4, mtp=True, seed=5, parts=4)
     shutil.copy(other / parts(4).name, parts(4))
     artifact = Artifact.open(parts(1))
-    artifact.prove(LayerRange(0, 1))
+    artifact.verify_weights(LayerRange(0, 1))
     with pytest.raises(
         ArtifactError, match=r"min-00004-of-00004.gguf: the weights of 'blk.3.[a-z_.]+' are not those of model"
     ):
-        artifact.prove(LayerRange(3, 4))
+        artifact.verify_weights(LayerRange(3, 4))
 
 
 def test_a_truncated_part_is_named(parts: Parts) -> None:

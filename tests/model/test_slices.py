@@ -42,7 +42,7 @@ def test_a_slice_holds_its_range_and_nothing_else(min_model: Path, tmp_path: Pat
     assert summary.weight_bytes == parent.weight_bytes(layers)
     assert summary.file_bytes == Path(summary.path).stat().st_size
     part.check(layers)
-    assert part.prove(layers) == part.identity == parent.identity == summary.identity
+    assert part.verify_weights(layers) == part.identity == parent.identity == summary.identity
     assert summary.range_digest == parent.manifest().digest_of(own)
     # The whole model is known, so that its sizes can be asked for.
     assert part.tensors == parent.tensors
@@ -110,11 +110,11 @@ def test_a_changed_byte_in_a_slice_is_found(min_model: Path, tmp_path: Path) -> 
     data[tensor.offset + 7] ^= 1
     path.write_bytes(data)
     part = Artifact.open(path)
-    part.prove(LayerRange(1, 2))
+    part.verify_weights(LayerRange(1, 2))
     with pytest.raises(
         ArtifactError, match=r"slice.gguf: the weights of 'blk.2.indexer.proj.weight' are not those of model"
     ):
-        part.prove(part.layers)
+        part.verify_weights(part.layers)
 
 
 def test_weights_are_held_against_the_manifest_while_copied(min_parts: Path, tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_a_slice_without_a_manifest_has_no_identity(min_model: Path, tmp_path: P
     part = Artifact.open(path)
     part.check(LayerRange(1, 3))
     with pytest.raises(ArtifactError, match=r"holds layers 1:3 only and does not say of which model; use `dgr slice`"):
-        part.prove(LayerRange(1, 3))
+        part.verify_weights(LayerRange(1, 3))
 
 
 def test_where_a_slice_may_go(min_model: Path, tmp_path: Path) -> None:
@@ -230,7 +230,7 @@ FORGED: dict[str, tuple[list[int], int, str]] = {
 def test_a_forged_manifest_is_refused_before_it_sizes_anything(min_model: Path, tmp_path: Path, case: str) -> None:
     """The entry of a tensor that is elsewhere: nothing in the slice itself speaks against it."""
     write_slice(Artifact.open(min_model), LayerRange(1, 3), tmp_path / "slice.gguf")
-    manifest = Artifact.open(tmp_path / "slice.gguf").given
+    manifest = Artifact.open(tmp_path / "slice.gguf").stored_manifest
     assert manifest is not None
     said = json.loads(encode_manifest(manifest))
     ne, kind, message = FORGED[case]
