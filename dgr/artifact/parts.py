@@ -75,13 +75,13 @@ def read_parts(path: str | os.PathLike[str]) -> Parts:
     if count <= 1:
         alone = first.path.with_name(first.path.name.removesuffix(".gguf"))
         return Parts((first.path,), (first,), alone, len(first.tensors))
-    _refuse_joined(first, count)
+    _check_not_joined(first, count)
     stem = _stem(first, count)
     paths = tuple(first.path.with_name(part_name(stem, index, count)) for index in range(count))
     n_tensors = _split_number(first, SPLIT_TENSORS)
     files = {0: first} | {index: read_gguf(paths[index]) for index in range(1, count) if paths[index].exists()}
     for file in files.values():
-        _refuse_joined(file, count)
+        _check_not_joined(file, count)
         _check_alike(file, first)
     _check_places(files)
     _check_tensors(files, count, n_tensors)
@@ -100,7 +100,7 @@ def _split_number(file: GgufFile, key: str) -> int:
     return stored.value
 
 
-def _refuse_joined(file: GgufFile, count: int) -> None:
+def _check_not_joined(file: GgufFile, count: int) -> None:
     """Refuse parts that were put together as bytes: behind the tensors of one begins the header of the next."""
     end = max((tensor.offset + tensor.n_bytes for tensor in file.tensors.values()), default=file.data_offset)
     try:

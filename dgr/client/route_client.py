@@ -168,14 +168,14 @@ class RouteClient:
         with trio.move_on_after(self.timeouts.route):
             while not self._live.is_set():
                 await self._live.wait()
-        self._refuse_if_closed()
+        self._check_open()
         if not self._live.is_set():
             raise DeadlineExceeded(
                 f"the route is {self.state.value} and was not live within {self.timeouts.route:g} s: {self.route}"
                 f" ({self.last_recovery_error or 'no stage has said why'}); start its stages, or set another route"
             )
 
-    def _refuse_if_closed(self) -> None:
+    def _check_open(self) -> None:
         if self.state is RouteState.CLOSED:
             raise ClosedError("the pipeline is closed; open another one")
 
@@ -195,10 +195,10 @@ class RouteClient:
         async with cancelled_first(), self._changing:
             if only_if_down and self.state is not RouteState.DOWN:
                 return
-            self._refuse_if_closed()
+            self._check_open()
             began = trio.current_time()
             stages = await self._links.reach(route)
-            self._refuse_if_closed()
+            self._check_open()
             if self.state is not RouteState.FENCING:
                 self._machine.fire(RouteEvent.CHANGE)
             self._not_live()
@@ -259,7 +259,7 @@ class RouteClient:
         await trio.lowlevel.checkpoint_if_cancelled()  # then links end because we leave, and not the other way round
         if failures:
             raise failures[0]
-        self._refuse_if_closed()
+        self._check_open()
         for ref in route.stages:
             if (lost := self._links.stages[ref.address].lost) is not None:  # it fenced, and died before the others had
                 raise LinkBroken(lost)
@@ -347,7 +347,7 @@ class RouteClient:
 
     async def ask_all(self, frame: frames.Open | frames.Close | frames.QueryState) -> list[tuple[str, frames.Frame]]:
         """Send one request to every stage and collect (address, reply), head first."""
-        self._refuse_if_closed()
+        self._check_open()
         what = f"{type(frame).__name__} of session {frame.key.session}"
         keys = [ControlReply(ref.address, frame.key.session, frame.seq) for ref in self.route.stages]
         replies = [self._links.request(key, frame) for key in keys]

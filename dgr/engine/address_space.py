@@ -8,7 +8,7 @@ from dgr.core.host import memory_limits
 from dgr.core.units import human_bytes
 from dgr.errors import BudgetExceeded
 
-__all__ = ["has_address_limit", "require_address_space"]
+__all__ = ["check_address_space", "has_address_limit"]
 
 
 def has_address_limit() -> bool:
@@ -16,7 +16,7 @@ def has_address_limit() -> bool:
     return bool(memory_limits())
 
 
-def require_address_space(n_bytes: int, what: str) -> None:
+def check_address_space(n_bytes: int, what: str) -> None:
     """Refuse work that would not fit below ``ulimit -v`` or ``ulimit -d``.
 
     ``n_bytes``: what all of it takes. They are asked of the system and given back. Raises

@@ -21,7 +21,7 @@ from dgr.artifact.artifact import Artifact
 from dgr.artifact.parts import SPLIT_COUNT, SPLIT_NO, SPLIT_TENSORS, part_name
 from dgr.core.outputs import removed_on_signals
 from dgr.core.route import LayerRange
-from dgr.engine.address_space import require_address_space
+from dgr.engine.address_space import check_address_space
 from dgr.engine.native import Native
 from dgr.errors import ArtifactError
 from dgr.gguf.reader import MetaValue, ValueType
@@ -48,7 +48,7 @@ def open_stage(native: Native, artifact: Artifact, layers: LayerRange, params: A
         artifact.check_forms(layers)
     else:
         artifact.check(layers)
-    require_address_space(needs + _bookkeeping_bytes(artifact, params), f"stage {layers}")
+    check_address_space(needs + _bookkeeping_bytes(artifact, params), f"stage {layers}")
     out = native.ffi.new("dgr_stage **")
     with _native_path(artifact, sizes_only=params.dry_run) as path:
         native.check(native.lib.dgr_stage_open(os.fsencode(path), params, out), f"stage {layers}")
@@ -59,7 +59,7 @@ def open_vocabulary(native: Native, artifact: Artifact) -> Any:
     """A native vocabulary handle, to be closed. What there is to check was checked when the artifact was opened."""
     if not has_tokenizer(artifact.file.metadata):
         raise ArtifactError(f"{artifact.file.path}: the model has no tokenizer (tokenizer.ggml.model); use token ids")
-    require_address_space(_SMALL_BYTES, f"the vocabulary of {artifact.file.path}")
+    check_address_space(_SMALL_BYTES, f"the vocabulary of {artifact.file.path}")
     out = native.ffi.new("dgr_vocab **")
     with _native_path(artifact) as path:
         status = native.lib.dgr_vocab_open(os.fsencode(path), out)

@@ -10,7 +10,7 @@ from functools import lru_cache
 from importlib.metadata import version
 from typing import Any, NoReturn
 
-from dgr.engine.address_space import require_address_space
+from dgr.engine.address_space import check_address_space
 from dgr.errors import (
     ArtifactError,
     BudgetExceeded,
@@ -101,7 +101,7 @@ def build_info() -> dict[str, Any]:
 def kernel_fingerprint() -> str:
     """Hex digest of build info and of a fixed probe graph's output: equal digests, equal bits in exact numerics."""
     native = default_native()
-    require_address_space(_PROBE_BYTES, "the probe of the kernels")
+    check_address_space(_PROBE_BYTES, "the probe of the kernels")
     out = native.ffi.new("char[33]")
     native.check(native.lib.dgr_kernel_probe(out, 33), "kernel probe")
     probe = native.ffi.string(out).decode()

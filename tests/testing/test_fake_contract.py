@@ -248,7 +248,7 @@ class StopsTwice(FakeEngine):
 class GoesOn(FakeEngine):
     """Runs after it was stopped or aborted."""
 
-    def _require_running(self) -> None:
+    def _check_running(self) -> None:
         return
 
 

@@ -73,14 +73,14 @@ def _job(args: argparse.Namespace) -> CertifyJob:
             f"{VARIABLE} is not set: it names the real model, and nothing else does, so that no run begins by mistake;"
             f" {VARIABLE}=/mnt/... dgr-bench real --route route.toml"
         )
-    refuse_home([Path(model)])
+    check_not_home([Path(model)])
     if args.split is None and args.route is None:
         raise InputError(
             "give --route TOML, the stages of the model, or --split A:B,... to load them all in this process"
         )
     args.model = model
     job = open_job(args, asked_profile(args, "v4-flash"))
-    refuse_home(_files(job))
+    check_not_home(_files(job))
     return job
 
 
@@ -92,7 +92,7 @@ def _files(job: CertifyJob) -> list[Path]:
     return named
 
 
-def refuse_home(files: Sequence[Path]) -> None:
+def check_not_home(files: Sequence[Path]) -> None:
     """Refuse model files under /home, through links too."""
     for file in files:
         real = file.resolve()

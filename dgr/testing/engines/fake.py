@@ -292,7 +292,7 @@ class FakeEngine:
     def _check(self, batch: Sequence[Work]) -> None:
         """Refuse a batch before anything changes."""
         about = self._description
-        self._require_running()
+        self._check_running()
         n_tokens = sum(len(work.tokens) for work in batch)
         if not 0 < n_tokens <= about.context.n_batch or not all(work.tokens for work in batch):
             raise InputError(f"n_tokens is {n_tokens}, must be in 1..n_batch ({about.context.n_batch}), and none empty")
@@ -306,7 +306,7 @@ class FakeEngine:
             if work.residual is not None and not all(map(math.isfinite, _floats(work.residual))):
                 raise NonFinite(f"the residual of slot {work.slot} from position {work.position} on holds NaN or Inf")
 
-    def _require_running(self) -> None:
+    def _check_running(self) -> None:
         if self._stopped:
             raise EngineError("the stage was stopped; open another one")
         if self._aborted:
