@@ -19,7 +19,7 @@ from dgr.cluster.local import LocalCluster, ShardPolicy
 from dgr.core.route import Route, StageRef, parse_split
 from dgr.core.values import ContextParams
 from dgr.engine.base import ShardEngine
-from dgr.testing.probe import ProbedEngine
+from dgr.testing.state_inspector import InspectedEngine
 
 
 @frozen
@@ -29,7 +29,7 @@ class Running:
     pipeline: Pipeline
     cluster: LocalCluster
     #: The stages' engines, head first, without their mutations.
-    engines: Sequence[ProbedEngine]
+    engines: Sequence[InspectedEngine]
 
     def slot_of(self, session: ClientSession, stage: int = 0) -> int:
         """The slot a session holds on a stage."""
@@ -78,7 +78,7 @@ def open_stages() -> Open:
     ) -> AsyncIterator[Running]:
         artifact = Artifact.open(path)
         ranges = parse_split(split, artifact.hp.n_layers)
-        engines = [await trio.to_thread.run_sync(ProbedEngine, artifact, layers, context) for layers in ranges]
+        engines = [await trio.to_thread.run_sync(InspectedEngine, artifact, layers, context) for layers in ranges]
         route = Route(tuple(StageRef(f"stage-{index}", layers) for index, layers in enumerate(ranges)))
         async with dgr.open_cluster() as cluster:
             for index, engine in enumerate(engines):

@@ -25,7 +25,7 @@ from dgr.selftest.fixture.edit import edit_gguf
 from dgr.selftest.fixture.metadata import strings
 from dgr.selftest.fixture.vocabulary import MIN_VOCAB, SPECIALS, build_vocabulary, byte_symbols
 from dgr.selftest.fixture.writer import write_fixture
-from dgr.testing.probe import split_text
+from dgr.testing.state_inspector import split_text
 
 #: V4's pre-tokenizer, as ``src/llama-vocab.cpp`` spells it.
 NUMBERS = r"\p{N}{1,3}"

@@ -26,7 +26,7 @@ from dgr.errors import (
     UnsupportedModel,
 )
 from dgr.selftest.chain import some_tokens
-from dgr.testing.probe import ProbedEngine
+from dgr.testing.state_inspector import InspectedEngine
 
 CONTEXT = ContextParams(n_ctx=256, n_batch=128, n_ubatch=128, n_seq_max=3)
 
@@ -154,20 +154,20 @@ def test_more_threads_than_cpus(small, threads):
 
 
 @pytest.fixture
-def head(small: Path) -> Iterator[ProbedEngine]:
-    engine = ProbedEngine(small, LayerRange(0, 3), CONTEXT)
+def head(small: Path) -> Iterator[InspectedEngine]:
+    engine = InspectedEngine(small, LayerRange(0, 3), CONTEXT)
     yield engine
     engine.stop()
 
 
 @pytest.fixture
-def tail(small: Path) -> Iterator[ProbedEngine]:
-    engine = ProbedEngine(small, LayerRange(3, 7), CONTEXT)
+def tail(small: Path) -> Iterator[InspectedEngine]:
+    engine = InspectedEngine(small, LayerRange(3, 7), CONTEXT)
     yield engine
     engine.stop()
 
 
-def images(engine: ProbedEngine) -> list[dict[object, bytes]]:
+def images(engine: InspectedEngine) -> list[dict[object, bytes]]:
     return [engine.image(slot) for slot in range(CONTEXT.n_seq_max)]
 
 
@@ -200,7 +200,7 @@ def good_residual(n_tokens: int, seed: int = 0) -> bytes:
         ([Work(1, 20, [1], bytes(1024))], InputError, "residual of 1024 bytes; stage 0:3 takes"),
     ],
 )
-def test_refused_by_the_head(head: ProbedEngine, prompt, batch: Sequence[Work], error: type[DgrError], message: str):
+def test_refused_by_the_head(head: InspectedEngine, prompt, batch: Sequence[Work], error: type[DgrError], message: str):
     for begin, end in ((0, 128), (128, 250)):
         head.run([Work(0, begin, prompt(end)[begin:])])
     head.run([Work(1, 0, prompt(20, seed=1))])
@@ -221,14 +221,14 @@ def test_refused_by_the_head(head: ProbedEngine, prompt, batch: Sequence[Work], 
         (bytes(3071), "residual of 3071 bytes; stage 3:7 takes 3 x 256 float32 = 3072 bytes"),
     ],
 )
-def test_a_residual_of_another_size(tail: ProbedEngine, residual: bytes | None, message: str):
+def test_a_residual_of_another_size(tail: InspectedEngine, residual: bytes | None, message: str):
     with pytest.raises(InputError, match=message):
         tail.run([Work(1, 0, [1, 2, 3], residual)])
     assert not any(any(rows) for key, rows in tail.image(1).items() if key[1] >= 0)
 
 
 @pytest.mark.parametrize("slot", [-1, 3, 2**40])
-def test_a_slot_that_is_none(head: ProbedEngine, slot: int):
+def test_a_slot_that_is_none(head: InspectedEngine, slot: int):
     for call in (head.position, head.close, head.state_summary):
         with pytest.raises(InputError, match=rf"slot is {slot}, must be in 0..2"):
             call(slot)
@@ -272,7 +272,7 @@ def test_an_error_lets_go_of_the_residual(tail):
 
 def run_two(path: Path, prompt: Callable[..., list[int]]) -> list[bytes]:
     """What two sessions give that nobody disturbs: slot 0 goes on after 100 tokens, slot 1 starts."""
-    engine = ProbedEngine(path, LayerRange(3, 7), CONTEXT)
+    engine = InspectedEngine(path, LayerRange(3, 7), CONTEXT)
     try:
         engine.run([Work(0, 0, prompt(100), good_residual(100))])
         return finish_two(engine, prompt)
@@ -280,7 +280,7 @@ def run_two(path: Path, prompt: Callable[..., list[int]]) -> list[bytes]:
         engine.stop()
 
 
-def finish_two(engine: ProbedEngine, prompt: Callable[..., list[int]]) -> list[bytes]:
+def finish_two(engine: InspectedEngine, prompt: Callable[..., list[int]]) -> list[bytes]:
     batch = [Work(slot, at, prompt(40), good_residual(40), LogitsWanted.ALL) for slot, at in ((0, 100), (1, 0))]
     return [bytes(output.logits or b"") for output in engine.run(batch)]
 

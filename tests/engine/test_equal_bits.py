@@ -23,7 +23,7 @@ from dgr.selftest.chain import Chain, cut_at
 from dgr.selftest.invariance import beside_others, difference
 from dgr.selftest.llama_chain import open_chain
 from dgr.testing.engines.mutants import Mutant, OffByOne, StaleChunk, StaleRow, SwappedSideband
-from dgr.testing.probe import ProbedEngine
+from dgr.testing.state_inspector import InspectedEngine
 
 PROMPT, DECODED = 700, 64
 CONTEXT = ContextParams(n_ctx=1024)
@@ -286,6 +286,6 @@ def test_a_skipped_layer_is_caught(small, prompt, short, skipped):
 
 
 def test_the_test_extension_gives_the_same_bits(small, prompt, short):
-    with open_chain(small, "0:2,2:7", CONTEXT, engine=ProbedEngine) as chain:
+    with open_chain(small, "0:2,2:7", CONTEXT, engine=InspectedEngine) as chain:
         assert_same(run(chain, prompt(150), 50, 4), short)
         assert {engine.describe().kernel_fingerprint for engine in chain.engines} == {kernel_fingerprint()}

@@ -17,7 +17,7 @@ from dgr.core.values import ContextParams, LogitsWanted
 from dgr.engine.base import Work
 from dgr.errors import InputError
 from dgr.selftest.chain import Chain
-from dgr.testing.probe import ProbedEngine
+from dgr.testing.state_inspector import InspectedEngine
 
 SLOTS = 4
 #: The ring of raw K has 256 cells here, so that it wraps within the context.
@@ -26,25 +26,25 @@ LENGTHS = (5, 130, 257, 64)
 
 
 @pytest.fixture
-def engine(small: Path) -> Iterator[ProbedEngine]:
-    engine = ProbedEngine(small, None, CONTEXT)
+def engine(small: Path) -> Iterator[InspectedEngine]:
+    engine = InspectedEngine(small, None, CONTEXT)
     yield engine
     engine.stop()
 
 
-def is_empty(engine: ProbedEngine, slot: int) -> bool:
+def is_empty(engine: InspectedEngine, slot: int) -> bool:
     image = engine.image(slot)
     return set(engine.raw_positions(slot)) == {-1} and not any(any(image[key]) for key in engine.owned())
 
 
-def fill(engine: ProbedEngine, prompt: Callable[..., list[int]], lengths: Sequence[int] = LENGTHS) -> None:
+def fill(engine: InspectedEngine, prompt: Callable[..., list[int]], lengths: Sequence[int] = LENGTHS) -> None:
     """One session a slot, each with tokens of its own."""
     for slot, length in enumerate(lengths):
         if length:
             engine.run([Work(slot, 0, prompt(length, seed=slot))])
 
 
-def go_on(engine: ProbedEngine, slot: int, tokens: Sequence[int]) -> bytes:
+def go_on(engine: InspectedEngine, slot: int, tokens: Sequence[int]) -> bytes:
     """Run more tokens of a slot, one by one; their rows of logits."""
     return Chain([engine]).feed(tokens, chunk=1, slot=slot, begin=engine.position(slot))
 
@@ -52,7 +52,7 @@ def go_on(engine: ProbedEngine, slot: int, tokens: Sequence[int]) -> bytes:
 class Watch:
     """Fails when a slot changes that nobody touched."""
 
-    def __init__(self, engine: ProbedEngine) -> None:
+    def __init__(self, engine: InspectedEngine) -> None:
         self.engine = engine
         self.images = [engine.image(slot) for slot in range(SLOTS)]
 
@@ -109,7 +109,7 @@ def test_interleaved_sessions_stand_where_lone_ones_stand(engine, small, prompt)
                 at[slot] += size
         for output in engine.run(batch) if batch else ():
             rows[output.slot] += bytes(output.logits or b"")
-    alone = ProbedEngine(small, None, replace(CONTEXT, n_seq_max=1))
+    alone = InspectedEngine(small, None, replace(CONTEXT, n_seq_max=1))
     try:
         for slot, text in enumerate(texts):
             assert Chain([alone]).feed(text, chunk=280) == rows[slot]
@@ -165,7 +165,7 @@ def test_a_random_life_of_many_sessions(engine, prompt):
 def test_200_rounds_in_one_slot_leak_nothing(model, prompt):
     """Many times the context in tokens: no cell is lost, freed slots are empty, the last session is as the first."""
     lengths = (3, 64, 1, 129, 5, 17, 2, 33)
-    engine = ProbedEngine(model("f32", layers=5), None, replace(CONTEXT, n_ctx=256, n_seq_max=2))
+    engine = InspectedEngine(model("f32", layers=5), None, replace(CONTEXT, n_ctx=256, n_seq_max=2))
     try:
         total, first = 0, {}
         engine.run([Work(0, 0, prompt(100, seed=2))])

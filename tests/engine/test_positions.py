@@ -17,7 +17,7 @@ from dgr.artifact.artifact import Artifact
 from dgr.core.values import ContextParams
 from dgr.selftest.chain import Chain
 from dgr.selftest.llama_chain import open_chain
-from dgr.testing.probe import ProbedEngine
+from dgr.testing.state_inspector import InspectedEngine
 from dgr.v4.hyper_parameters import CSA_RATIO, HCA_RATIO
 from dgr.v4.state_map import Component, ComponentExpectation, expected_state
 
@@ -33,8 +33,8 @@ _RATIO = {Component.CSA: CSA_RATIO, Component.INDEXER: CSA_RATIO, Component.HCA:
 _RINGS = {Component.CSA_RING, Component.HCA_RING, Component.INDEXER_RING}
 
 
-def stages(chain: Chain) -> Sequence[ProbedEngine]:
-    return [engine for engine in chain.engines if isinstance(engine, ProbedEngine)]
+def stages(chain: Chain) -> Sequence[InspectedEngine]:
+    return [engine for engine in chain.engines if isinstance(engine, InspectedEngine)]
 
 
 def note_rows(chain: Chain, tokens: Sequence[int]) -> Rows:
@@ -58,7 +58,7 @@ def note_rows(chain: Chain, tokens: Sequence[int]) -> Rows:
     return noted
 
 
-def wrong_rows(stage: ProbedEngine, expected: Sequence[ComponentExpectation], noted: Rows) -> list[str]:
+def wrong_rows(stage: InspectedEngine, expected: Sequence[ComponentExpectation], noted: Rows) -> list[str]:
     """What the stage's tensors hold otherwise than expected."""
     wrong = []
     cells = stage.raw_positions()
@@ -86,7 +86,7 @@ def wrong_rows(stage: ProbedEngine, expected: Sequence[ComponentExpectation], no
     return wrong
 
 
-def wrong_frontier(stage: ProbedEngine, expected: Sequence[ComponentExpectation], n_tokens: int) -> list[str]:
+def wrong_frontier(stage: InspectedEngine, expected: Sequence[ComponentExpectation], n_tokens: int) -> list[str]:
     """How the stage's own account of itself differs."""
     frontier = stage.state_summary(0)
     found = [(part.name, part.capacity, part.rows_min, part.rows_max) for part in frontier.components]
@@ -95,7 +95,7 @@ def wrong_frontier(stage: ProbedEngine, expected: Sequence[ComponentExpectation]
     return wrong + [f"{one} is not {other}" for one, other in zip(found, wanted, strict=True) if one != other]
 
 
-def expected_of(stage: ProbedEngine, artifact: Artifact, n_tokens: int) -> tuple[ComponentExpectation, ...]:
+def expected_of(stage: InspectedEngine, artifact: Artifact, n_tokens: int) -> tuple[ComponentExpectation, ...]:
     return expected_state(artifact.hp, stage.map.layers, stage.map.shape, n_tokens)
 
 
@@ -108,7 +108,7 @@ def assert_as_mapped(chain: Chain, artifact: Artifact, n_tokens: int, noted: Row
 
 @pytest.fixture(scope="module")
 def noted(small: Path, prompt: Callable[..., list[int]]) -> Rows:
-    with open_chain(small, None, CONTEXT, engine=ProbedEngine) as chain:
+    with open_chain(small, None, CONTEXT, engine=InspectedEngine) as chain:
         return note_rows(chain, prompt(POSITIONS[-1]))
 
 
@@ -122,7 +122,7 @@ def test_rows_have_content(noted: Rows):
 
 def test_after_a_prompt_of_each_length(small, prompt, noted):
     artifact = Artifact.open(small)
-    with open_chain(small, SPLIT, CONTEXT, engine=ProbedEngine) as chain:
+    with open_chain(small, SPLIT, CONTEXT, engine=InspectedEngine) as chain:
         for n_tokens in POSITIONS:
             chain.feed(prompt(n_tokens), chunk=1024)
             assert_as_mapped(chain, artifact, n_tokens, noted)
@@ -132,7 +132,7 @@ def test_after_a_prompt_of_each_length(small, prompt, noted):
 
 def test_as_a_session_grows(small, prompt, noted):
     artifact = Artifact.open(small)
-    with open_chain(small, SPLIT, CONTEXT, engine=ProbedEngine) as chain:
+    with open_chain(small, SPLIT, CONTEXT, engine=InspectedEngine) as chain:
         begin = 0
         for end in POSITIONS:
             chain.feed(prompt(end)[begin:], chunk=100, begin=begin)
@@ -146,8 +146,8 @@ def test_of_the_whole_depth(tiny, prompt, n_ubatch):
     """43 layers in three stages; with n_ubatch 512 the ring of raw K is longer than the prompts."""
     artifact, context = Artifact.open(tiny), replace(CONTEXT, n_ubatch=n_ubatch)
     with (
-        open_chain(tiny, None, context, engine=ProbedEngine) as one,
-        open_chain(tiny, "0:15,15:29,29:43", context, engine=ProbedEngine) as chain,
+        open_chain(tiny, None, context, engine=InspectedEngine) as one,
+        open_chain(tiny, "0:15,15:29,29:43", context, engine=InspectedEngine) as chain,
     ):
         noted = note_rows(one, prompt(POSITIONS[-1]))
         begin = 0
@@ -160,7 +160,7 @@ def test_of_the_whole_depth(tiny, prompt, n_ubatch):
 @pytest.mark.parametrize("type_k", ["f32", "q8_0"])
 def test_other_k_types(small, prompt, type_k):
     artifact, context = Artifact.open(small), replace(CONTEXT, type_k=type_k)
-    with open_chain(small, None, context, engine=ProbedEngine) as chain:
+    with open_chain(small, None, context, engine=InspectedEngine) as chain:
         noted = note_rows(chain, prompt(129))
         chain.close()
         for n_tokens in (9, 129):
@@ -171,7 +171,7 @@ def test_other_k_types(small, prompt, type_k):
 
 def test_digests_follow_the_rows(small, prompt):
     """Equal rows have equal digests, however they came to be; any changed live row changes its component's digest."""
-    with open_chain(small, None, CONTEXT, engine=ProbedEngine) as chain:
+    with open_chain(small, None, CONTEXT, engine=InspectedEngine) as chain:
         (stage,) = stages(chain)
         chain.feed(prompt(300), chunk=1)
         frontier = stage.state_summary(0)
@@ -194,7 +194,7 @@ def test_digests_follow_the_rows(small, prompt):
 
 def test_an_expectation_off_by_one_is_caught(small, prompt, noted):
     artifact = Artifact.open(small)
-    with open_chain(small, SPLIT, CONTEXT, engine=ProbedEngine) as chain:
+    with open_chain(small, SPLIT, CONTEXT, engine=InspectedEngine) as chain:
         for n_tokens in (7, 127, 300):
             chain.feed(prompt(n_tokens), chunk=1024)
             for stage in stages(chain):
@@ -207,7 +207,7 @@ def test_an_expectation_off_by_one_is_caught(small, prompt, noted):
 
 def test_a_wrong_row_anywhere_is_caught(small, prompt, noted):
     artifact, n_tokens = Artifact.open(small), 300
-    with open_chain(small, SPLIT, CONTEXT, engine=ProbedEngine) as chain:
+    with open_chain(small, SPLIT, CONTEXT, engine=InspectedEngine) as chain:
         chain.feed(prompt(n_tokens), chunk=1024)
         for stage in stages(chain):
             for component, layer in stage.owned():

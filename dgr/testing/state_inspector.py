@@ -20,18 +20,18 @@ from dgr.engine.native import Native
 from dgr.errors import InputError
 from dgr.v4.state_map import Component, ContextShape, StateMap, state_map
 
-__all__ = ["ProbedEngine", "probe_native", "split_text"]
+__all__ = ["InspectedEngine", "inspector_native", "split_text"]
 
 
 @lru_cache(maxsize=1)
-def probe_native() -> Native:
+def inspector_native() -> Native:
     """The test extension; present in builds made with ``DGR_TEST_EXTENSION=ON``."""
     return Native(importlib.import_module("dgr.testing._probe"))
 
 
 def split_text(expressions: Sequence[str], text: str) -> list[int]:
     """Bytes of each word that llama.cpp splits a text into by a pre-tokenizer's expressions."""
-    native = probe_native()
+    native = inspector_native()
     kept = [native.ffi.new("char[]", expression.encode()) for expression in expressions]
     exprs, data, n = native.ffi.new("char *[]", kept), text.encode(), native.ffi.new("size_t *")
     out = native.ffi.new("int32_t[]", len(data) + 1)
@@ -39,7 +39,7 @@ def split_text(expressions: Sequence[str], text: str) -> list[int]:
     return list(native.ffi.unpack(out, n[0])) if n[0] else []
 
 
-class ProbedEngine(LlamaEngine):
+class InspectedEngine(LlamaEngine):
     """A native stage that also tells what its state tensors hold."""
 
     def __init__(
@@ -50,7 +50,7 @@ class ProbedEngine(LlamaEngine):
         **options: Any,
     ) -> None:
         artifact = model if isinstance(model, Artifact) else Artifact.open(model)
-        super().__init__(artifact, layers, context, native=probe_native(), **options)
+        super().__init__(artifact, layers, context, native=inspector_native(), **options)
         about = self.describe()
         shape = ContextShape(about.context.n_ctx, about.context.n_ubatch, about.context.n_seq_max, about.context.type_k)
         #: What the range owns, and in which shapes.
