@@ -63,7 +63,7 @@ static void check_pointers(const dgr_stage & stage, const dgr_run & run) {
     }
     if ((run.residual_out != nullptr) == stage.is_tail()) {
         refuse(stage.is_tail() ? "a tail gives logits alone: residual_out must be NULL"
-                               : "layers up to %d give a residual: residual_out is NULL", stage.info.layer_end);
+                               : "layers up to %d return a residual: residual_out is NULL", stage.info.layer_end);
     }
 }
 

@@ -30,7 +30,7 @@ static std::unique_ptr<dgr_vocab> open_vocab(const char * path) {
 // llama.cpp answers with the count, or with minus the count it has no room for.
 static int32_t full_count(int32_t answer) {
     if (answer == INT32_MIN) {
-        refuse("the text gives more than %d tokens", INT32_MAX);
+        refuse("the text has more than %d tokens", INT32_MAX);
     }
     return answer < 0 ? -answer : answer;
 }

@@ -121,7 +121,7 @@ class WireError(DgrError):
 
 
 class FrameError(WireError):
-    """Bytes on a link are no frame of this schema, or break a negotiated limit."""
+    """Bytes on a link are not a frame of this schema, or break a negotiated limit."""
 
 
 class ClosedError(WireError):

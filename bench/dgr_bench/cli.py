@@ -63,5 +63,5 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; gives the exit code: 0, 1 failed or not passed, 2 bad input, 130 interrupted."""
+    """Run one command; returns the exit code: 0, 1 failed or not passed, 2 bad input, 130 interrupted."""
     return run_command("dgr-bench", lambda: _run(argv), "interrupted; the same command goes on from here")

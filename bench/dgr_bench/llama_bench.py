@@ -23,7 +23,7 @@ from dgr.core.values import ContextParams
 from dgr.errors import EngineError, InputError
 
 _SCRIPT = Path("cffi_build", "llama_cpp.py")
-#: Characters of a program's last words that an error repeats.
+#: Characters of the end of a program's output that an error repeats.
 _LAST_WORDS = 400
 
 

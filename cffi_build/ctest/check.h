@@ -106,7 +106,7 @@ inline int32_t token_at(int32_t i, int32_t n_vocab) {
     return (int32_t) (((uint32_t) i * 2654435761u >> 7) % (uint32_t) n_vocab);
 }
 
-// A pipeline of stages in one process: what one gives, the next takes.
+// A pipeline of stages in one process: what one returns, the next takes.
 struct pipeline {
     std::vector<stage_ptr> stages;
 

@@ -1,4 +1,4 @@
-// A split pipeline gives the bytes of the whole model: however it is cut, chunked, threaded or batched in exact numerics,
+// A split pipeline returns the bytes of the whole model: however it is cut, chunked, threaded or batched in exact numerics,
 // and for equal chunks in native numerics.
 #include "check.h"
 

@@ -174,7 +174,7 @@ class Artifact:
         unknown = next((name for name in self.tensors if name not in self._known), None)
         if unknown is not None:
             raise UnsupportedModel(
-                f"{self.file.path}: the tensor {unknown!r} is no part of a DeepSeek V4 Flash model of"
+                f"{self.file.path}: the tensor {unknown!r} is not part of a DeepSeek V4 Flash model of"
                 f" {self.hp.n_blocks} blocks; use a plain conversion"
             )
         factor = next((name for name in self.tensors if self._known[name].kind is TensorKind.SCALE), None)

@@ -3,7 +3,7 @@
 Rules of the pinned loader (``llama_model_loader`` in ``src/llama-model-loader.cpp``): the first part is opened, holds all
 metadata and perhaps no tensor; the others lie beside it under names that follow from its own; ``split.no`` of each is its
 place; the tensors of all are ``split.tensors.count``. It reads ``split.no`` without looking at its type, so another type
-would abort the process. A part that is not there is no error here: whether it is needed depends on the layers.
+would abort the process. A part that is not there is not an error here: whether it is needed depends on the layers.
 """
 
 from __future__ import annotations
@@ -91,7 +91,9 @@ def read_parts(path: str | os.PathLike[str]) -> Parts:
 def _split_number(file: GgufFile, key: str) -> int:
     stored = file.metadata.get(key)
     if stored is None:
-        raise ArtifactError(f"{file.path}: the key {key} is missing, so it is no part of a split model; fetch it again")
+        raise ArtifactError(
+            f"{file.path}: the key {key} is missing, so it is not part of a split model; fetch it again"
+        )
     if stored.type is not _TYPES[key] or not isinstance(stored.value, int) or stored.value < 0:
         raise ArtifactError(
             f"{file.path}: {key} is {stored.value!r} ({stored.type.name}), but llama.cpp takes {_TYPES[key].name} only;"
@@ -148,7 +150,7 @@ def _check_alike(file: GgufFile, first: GgufFile) -> None:
             )
     if file.metadata.get(SPLIT_COUNT) is None:
         raise ArtifactError(
-            f"{file.path}: the key {SPLIT_COUNT} is missing, so it is no part of {first.path.name}; fetch it again"
+            f"{file.path}: the key {SPLIT_COUNT} is missing, so it is not part of {first.path.name}; fetch it again"
         )
 
 

@@ -41,7 +41,7 @@ def read_stored_manifest(parts: Parts) -> Manifest | None:
     stored = parts.first.metadata.get(MANIFEST_KEY)
     if stored is not None:
         if not isinstance(stored.value, str):
-            raise ArtifactError(f"{parts.first.path}: {MANIFEST_KEY} is no text; make the slice again")
+            raise ArtifactError(f"{parts.first.path}: {MANIFEST_KEY} is not a text; make the slice again")
         return decode_manifest(stored.value.encode("utf-8", "surrogateescape"), parts.first.path)
     path = manifest_path(parts)
     try:
@@ -70,7 +70,7 @@ def layers_of(file: GgufFile, hp: HyperParameters) -> LayerRange:
         bounds.append(value)
     if not 0 <= bounds[0] < bounds[1] <= hp.n_layers:
         raise ArtifactError(
-            f"{file.path}: {LAYER_BEGIN} and {LAYER_END} are {bounds[0]} and {bounds[1]}, which is no range of the model's"
+            f"{file.path}: {LAYER_BEGIN} and {LAYER_END} are {bounds[0]} and {bounds[1]}, which is not a range of the model's"
             f" {hp.n_layers} main layers; make the slice again"
         )
     return LayerRange(*bounds)

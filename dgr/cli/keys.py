@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def make_keys(folder: Path, hosts: list[str], days: int) -> list[Path]:
-    """Make certificates for hosts; an existing CA is used again. Gives the paths written.
+    """Make certificates for hosts; an existing CA is used again. Returns the paths written.
 
     Raises :class:`~dgr.errors.InputError`; no file was written then.
     """
@@ -72,7 +72,7 @@ def make_keys(folder: Path, hosts: list[str], days: int) -> list[Path]:
     for host in hosts:
         if not _is_host(host) or host == "ca":
             raise InputError(
-                f"{host!r} is no host name or IP address; name hosts as stages are reached, without a port"
+                f"{host!r} is not a host name or IP address; name hosts as stages are reached, without a port"
             )
         for path in (folder / f"{host}.pem", folder / f"{host}.key"):
             if os.path.lexists(path):

@@ -24,7 +24,7 @@ def layer_runs(layers: Sequence[int]) -> str:
         elif len(run) > 2:
             runs.append(f"{run[0]},{run[1]}..{run[-1]}")
         else:
-            # Two layers with a gap are no pattern: the second may begin a run.
+            # Two layers with a gap are not a pattern: the second may begin a run.
             end = at + 1
             runs.append(str(run[0]))
         at = end

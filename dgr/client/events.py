@@ -38,7 +38,7 @@ class PrefillProgress:
     """One more chunk of a prefill (or re-prefill) of several chunks was committed on every stage.
 
     It counts what this prefill runs, not the whole transcript: ``committed`` of ``total`` tokens, after ``seconds``. A loss
-    in mid-way begins a new count.
+    midway begins a new count.
     """
 
     session: int

@@ -59,7 +59,7 @@ class Generation:
 
     Dropping it, or cancelling a wait in it, keeps the session. ``finish_reason`` is set at the end: ``stop``,
     ``length`` or ``context``. The text of the answer is that of its tokens and then :attr:`tail`: however it ends, it is
-    what decoding the bytes of all its tokens gives, with U+FFFD for bytes that are not UTF-8.
+    what the bytes of all its tokens decode to, with U+FFFD for bytes that are not UTF-8.
 
     Iterating raises :class:`~dgr.errors.PrefillFailed` when the session was lost more often than the pipeline retries,
     :class:`~dgr.errors.NonFinite` for NaN or Inf in the model's values, :class:`~dgr.errors.Overloaded` when a stage has

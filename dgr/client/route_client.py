@@ -56,7 +56,7 @@ class Timeouts:
 
     #: For the reply to one chunk, from the moment it is the oldest in flight.
     reply: float = field(default=120.0, validator=number(0))
-    #: For Opened, Closed, Frontier. A Close waits for the step that runs, so this is no shorter than ``reply``.
+    #: For Opened, Closed, Frontier. A Close waits for the step that runs, so this is at least as long as ``reply``.
     control: float = field(default=120.0, validator=number(0))
     #: For Fenced from every stage, and for a session waiting until the route is live.
     route: float = field(default=60.0, validator=number(0))
@@ -204,7 +204,7 @@ class RouteClient:
             self._not_live()
             self.epoch += 1
             self._lose_all("route change")
-            # Replies to the old epoch are heard no more: whoever waits for one must not wait in vain.
+            # Replies to the old epoch are dropped from now on, so whoever waits for one must be told.
             self._links.replies.fail(SessionLost("route change"))
             left = [stage for address, stage in self._links.stages.items() if stages.get(address) is not stage]
             self._links.stages, self._route = stages, route
@@ -288,7 +288,7 @@ class RouteClient:
                     await trio.sleep(pause)
                     pause = min(2 * pause, _LAST_PAUSE)
 
-    # --- what comes on the control links ---
+    # --- frames from the stages ---
 
     def _on_frame(self, stage: str, received: Received) -> None:
         frame, replies = received.frame, self._links.replies
@@ -322,7 +322,7 @@ class RouteClient:
         if self.state is RouteState.LIVE:
             self._go_down(why)
 
-    # --- what sessions use ---
+    # --- the interface of sessions ---
 
     def key(self, session: int) -> Key:
         return Key(self.route_id, self.epoch, session)

@@ -39,7 +39,7 @@ class ShardPolicy:
     #: Seconds without work after which a session may have to make room for another. Between two tokens a session is idle
     #: for a moment: without this, two conversations on one slot would evict each other at every token.
     least_idle: float = field(default=LEAST_IDLE, validator=number(0))
-    #: Bytes of weights, state and compute buffers a stage may take; None: whatever it takes.
+    #: Bytes of weights, state and compute buffers a stage may take; None: no limit.
     memory_budget: int | None = field(default=None, validator=optional(whole(1)))
 
 
@@ -194,7 +194,7 @@ async def load_engines(
                 lambda: LlamaEngine(artifacts[index], layers, context, threads=threads, mmap=mmap)
             )
         except DgrError as error:
-            failures.append(error)  # the others fail for the same reason as a rule: one is enough to tell
+            failures.append(error)  # the others usually fail for the same reason: one is enough to report
 
     try:
         async with open_nursery() as nursery:

@@ -1,4 +1,4 @@
-"""Bounded scalar types of everything that travels: a value outside its bounds is no part of a message."""
+"""Bounded scalar types of everything that travels: a value outside its bounds is not part of a message."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ def find_target(path: str | os.PathLike[str]) -> Target:
 
 
 def _follow(path: Path) -> Path:
-    """Where links lead: a name that is no link, there or not, or an open descriptor."""
+    """Where links lead: a name that is not a link, there or not, or an open descriptor."""
     for _ in range(_MOST_LINKS):
         folder = Path(os.path.realpath(path.parent, strict=True))
         path = folder / path.name

@@ -144,7 +144,7 @@ class StageIdentity(_Value, frozen=True):
     n_vocab: U32
     #: Floats per token at the entry of the stage; 0 on a head, which takes token ids.
     width_in: U32
-    #: Floats per token at the exit of the stage; 0 on a tail, which gives logits.
+    #: Floats per token at the exit of the stage; 0 on a tail, which returns logits.
     width_out: U32
     #: Whether a stage needs the token ids beside the residual.
     token_sideband: bool

@@ -34,7 +34,7 @@ class Work:
 
 @frozen
 class Output:
-    """What one :class:`Work` item gave.
+    """The result of one :class:`Work` item.
 
     ``residual``: ``len(tokens) * width_out`` little-endian float32, absent on a tail.
     ``logits``: ``rows * n_vocab`` little-endian float32 for the rows that were wanted, absent elsewhere.

@@ -66,7 +66,7 @@ def record_target(fingerprint: str) -> Target:
 
 
 def save_exactness_record(record: ExactnessRecord) -> Path:
-    """Keep a verdict; gives the file's path. Raises :class:`~dgr.errors.InputError`, and the old verdict stays."""
+    """Keep a verdict; returns the file's path. Raises :class:`~dgr.errors.InputError`, and the old verdict stays."""
     target = record_target(record.fingerprint)
     try:
         write_file(target, msgspec.json.format(msgspec.json.encode(record), indent=2) + b"\n")

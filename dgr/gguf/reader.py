@@ -174,7 +174,7 @@ class _Reader:
         return self.size - self.at
 
     def need(self, n_bytes: int, what: str) -> int:
-        """Make the next ``n_bytes`` available and step over them; gives where they begin in the buffer."""
+        """Make the next ``n_bytes`` available and step over them; returns where they begin in the buffer."""
         if n_bytes > self.left:
             raise self.fail(f"{what} needs {n_bytes} bytes at offset {self.at}, but only {self.left} are left")
         end = self.at + n_bytes

@@ -1,6 +1,6 @@
 """What is refused of sampling parameters, before they go to the tail and when they come there.
 
-A value out of range must be refused before any token is committed: on a link it would be no frame of the schema, and at
+A value out of range must be refused before any token is committed: on a link it would not be a frame of the schema, and at
 the sampler it would come too late.
 """
 

@@ -152,7 +152,7 @@ class Report:
 
 
 def select(types: Iterable[str] | None = None) -> tuple[Case, ...]:
-    """The cases for some types by name (all types by default); a name that is both a weight and a K type gives two."""
+    """The cases for some types by name (all types by default); a name that is both a weight and a K type stands for two."""
     wanted = None if types is None else {parse_type(name).label for name in types}
     known = [Case("k_cache", label) for label in K_TYPES] + [Case("weights", label) for label in WEIGHT_TYPES]
     cases = tuple(case for case in known if wanted is None or case.label in wanted)
@@ -336,7 +336,7 @@ class _Run:
 
             def give_up() -> None:
                 busy.set()
-                _upstream_log.disabled = True  # the abort is ours; it is no warning to anybody
+                _upstream_log.disabled = True  # the abort is ours; it warns of nothing
                 chain.engines[0].abort()
 
             timer = threading.Timer(limit, give_up)

@@ -1,4 +1,4 @@
-"""Towards one peer, who may be gone or hostile: whatever becomes of it is no one else's concern."""
+"""Towards one peer, who may be gone or hostile: what becomes of it concerns nobody else."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Ways to damage the files of a model: bits, numbers, keys, tensor tables, tokenizers, parts, slices and manifests.
 
-Each takes a source of chance, a folder with the whole files and a folder for the damaged ones, and gives the path to open.
+Each takes a source of chance, a folder with the whole files and a folder for the damaged ones, and returns the path to open.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def _change_weights(drawn: random.Random, base: Path, folder: Path) -> Path:
 
 
 def _change_tokenizer(drawn: random.Random, base: Path, folder: Path) -> Path:
-    """One of the arrays: an element of another's, one more, one less, or one that is no text at all."""
+    """One of the arrays: an element of another's, one more, one less, or one that is not a text at all."""
     keys = read_gguf(base / "model.gguf").metadata
     name = drawn.choice(("tokens", "merges", "token_type"))
     array = keys[f"tokenizer.ggml.{name}"].value

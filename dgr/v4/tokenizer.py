@@ -32,7 +32,7 @@ _SPLITTERS = ("joyai-llm", "deepseek-v3", "hunyuan-dense", "hy_v4")
 _MAX_ENTRIES = 1 << 20
 #: Bytes of one token; V4's longest has 256. A special one is looked for at every place of a text.
 _MAX_TOKEN_BYTES = 4096
-#: Bytes that the texts of all tokens may take once llama.cpp has spelled out what is no byte symbol (``[UNK_BYTE_0x…]``
+#: Bytes that the texts of all tokens may take once llama.cpp has spelled out what is not a byte symbol (``[UNK_BYTE_0x…]``
 #: and the whole token again, for every such character).
 _MAX_SPELLED_BYTES = 256 << 20
 #: The characters that stand for bytes (``unicode_byte_to_utf8_map``).

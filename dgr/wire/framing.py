@@ -174,9 +174,9 @@ class Framer:
         return sum(assembly.size for assembly in self._assemblies.values())
 
     def receive(self, data: bytes | bytearray | memoryview) -> list[Received]:
-        """Take bytes as they came and give the frames they completed.
+        """Take bytes as they came and return the frames they completed.
 
-        When bytes are refused, the frames completed before them are given first: :attr:`error` is then set, and the next
+        When bytes are refused, the frames completed before them are returned first: :attr:`error` is then set, and the next
         call raises it.
         """
         if self.error is not None:
@@ -251,7 +251,7 @@ class Framer:
         try:
             frame = frames.decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise FrameError(f"a message of {len(body)} bytes is no frame of this schema: {error}") from error
+            raise FrameError(f"a message of {len(body)} bytes is not a frame of this schema: {error}") from error
         size = self.limits.payload(frame)
         if not size:
             if self._stream:

@@ -48,7 +48,7 @@ async def exchange_preamble(transport: trio.abc.Stream, seconds: float) -> None:
         raise LinkBroken(f"the other side closed the link before it said what it speaks: {cause}") from error
     magic, version, schema = _PREAMBLE.unpack(theirs)
     if magic != _MAGIC:
-        raise FrameError(f"the other side is no dgr: its first bytes are {theirs[:8]!r}")
+        raise FrameError(f"the other side is not dgr: its first bytes are {theirs[:8]!r}")
     if (version, schema.hex()) != (SCHEMA_VERSION, SCHEMA_HASH):
         raise FrameError(
             f"the other side speaks schema {version} ({schema.hex()}), this one {SCHEMA_VERSION} ({SCHEMA_HASH}):"

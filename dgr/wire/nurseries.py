@@ -52,7 +52,7 @@ async def open_nursery() -> AsyncIterator[trio.Nursery]:
         try:
             raise lone
         finally:
-            # What the caller is being unwound with (Cancelled, as a rule) is not what the error came of.
+            # What the caller is being unwound with (mostly Cancelled) is not what the error came of.
             lone.__context__ = context
             del lone, context  # as above
 

@@ -132,7 +132,7 @@ def is_loopback(host: str) -> bool:
 
 
 def check_plain(host: str, credentials: Credentials | None, allow_plain: bool) -> None:
-    """Refuse plain TCP beyond loopback unless it was asked for in so many words."""
+    """Refuse plain TCP beyond loopback unless it was asked for explicitly."""
     if credentials is None and not allow_plain and not is_loopback(host):
         raise InputError(
             f"{host} is not a loopback address and no TLS credentials were given; make some with `dgr keys`, or allow plain"

@@ -97,7 +97,7 @@ async def test_bytes_on_the_wire(tmp_path: Path) -> None:
     found = await measured(msgspec.structs.replace(hops.plan(True, ("tls",)), rounds={"decode": 2}), tmp_path)
     assert found["tls, decode, bytes"]["frames"] == 4
     extra = HOPS.metrics(found)["tls, decode, bytes"]["extra_bytes"]
-    # More than TLS records of at most 16 KiB, 22 bytes each, and within the goal: bytes are no matter of chance.
+    # More than TLS records of at most 16 KiB, 22 bytes each, and within the goal: bytes are not a matter of chance.
     assert 5 * 22 < extra <= hops.GOALS["bytes"].value
 
 

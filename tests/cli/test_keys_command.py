@@ -114,7 +114,7 @@ def test_what_is_no_host_is_refused(host: str, run: Callable, tmp_path: Path) ->
     folder = tmp_path / "none"
     result = run("keys", "--out", folder, "--", "good", host)
     assert result.code == 2
-    assert f"{host!r} is no host name or IP address" in result.err
+    assert f"{host!r} is not a host name or IP address" in result.err
     assert not folder.exists()
 
 

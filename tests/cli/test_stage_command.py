@@ -54,7 +54,7 @@ def test_plain_tcp_beyond_loopback_may_be_allowed(stages: Callable, small: Path)
 
 
 def test_a_stage_may_listen_anywhere_when_told_so(small: Path) -> None:
-    """On every address of the host, in the clear: only in so many words."""
+    """On every address of the host, in the clear: only when asked for explicitly."""
     command = ["stage", str(small), "--layers", "0:7", "--listen", "0.0.0.0:0", "--allow-plain", *CONTEXT, "--json"]
     with _program(command) as process:
         assert json.loads(process.stdout.readline())["address"].startswith("0.0.0.0:")

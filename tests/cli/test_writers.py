@@ -37,7 +37,7 @@ class Writer:
     """A command line, the output's name to be appended or put in its place."""
 
     words: tuple[str, ...]
-    #: Whether it writes into what is no file; it refuses otherwise.
+    #: Whether it writes into what is not a file; it refuses otherwise.
     streams: bool = True
 
 

@@ -238,6 +238,6 @@ def test_a_missing_tensor_is_refused_before_native_code(small, tmp_path, name):
 def test_a_tensor_of_another_model_is_refused_before_native_code(small, tmp_path):
     added = {TensorForm("blk.0.engram.weight", (8,), GgmlType.F32): bytes(32)}
     path = edit_gguf(small, tmp_path / "bad.gguf", add=added)
-    assert "'blk.0.engram.weight' is no part of a DeepSeek V4 Flash model" in refusal(path)
+    assert "'blk.0.engram.weight' is not part of a DeepSeek V4 Flash model" in refusal(path)
     with pytest.raises(UnsupportedModel):
         Artifact.open(path).check(LayerRange(0, 7))

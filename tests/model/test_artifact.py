@@ -137,7 +137,7 @@ def test_a_tensor_of_another_model_is_refused(min_model: Path) -> None:
         tensors["engram.table.weight"] = evolve(tensors["token_embd.weight"], name="engram.table.weight")
 
     artifact = with_tensors(Artifact.open(min_model), add)
-    with pytest.raises(UnsupportedModel, match=r"'engram\.table\.weight' is no part of"):
+    with pytest.raises(UnsupportedModel, match=r"'engram\.table\.weight' is not part of"):
         artifact.check(artifact.hp.whole)
 
 

@@ -190,7 +190,7 @@ def test_a_copy_under_the_right_number_has_tensors_twice(parts: Parts) -> None:
             {"general.name": MetaValue(ValueType.STRING, "V3")},
             r"min-00003.*: its general.name is V3, but dgr fixture min",
         ),
-        ({"split.count": None}, r"min-00003.*: the key split.count is missing, so it is no part of min-00001"),
+        ({"split.count": None}, r"min-00003.*: the key split.count is missing, so it is not part of min-00001"),
         ({"split.no": None}, r"min-00003.*: the key split.no is missing"),
         # llama.cpp reads split.no without looking at its type, and aborts.
         ({"split.no": u32(2)}, r"min-00003.*: split.no is 2 \(UINT32\), but llama.cpp takes UINT16 only"),

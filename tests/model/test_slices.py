@@ -135,11 +135,11 @@ def test_weights_are_held_against_the_manifest_while_copied(min_parts: Path, tmp
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({LAYER_END: u32(9)}, r"are 1 and 9, which is no range of the model's 4 main layers"),
-        ({LAYER_BEGIN: u32(3)}, r"are 3 and 3, which is no range"),
+        ({LAYER_END: u32(9)}, r"are 1 and 9, which is not a range of the model's 4 main layers"),
+        ({LAYER_BEGIN: u32(3)}, r"are 3 and 3, which is not a range"),
         ({LAYER_BEGIN: MetaValue(ValueType.STRING, "1")}, r"layer_begin is '1', but must be a UINT32"),
         ({LAYER_BEGIN: MetaValue(ValueType.INT32, 1)}, r"layer_begin is 1, but must be a UINT32"),
-        ({MANIFEST_KEY: u32(3)}, r"deepseek4.dgr.manifest is no text"),
+        ({MANIFEST_KEY: u32(3)}, r"deepseek4.dgr.manifest is not a text"),
         ({MANIFEST_KEY: MetaValue(ValueType.STRING, "{")}, r"the manifest of its model is damaged"),
         (
             {"deepseek4.expert_weights_scale": MetaValue(ValueType.FLOAT32, 2.0)},

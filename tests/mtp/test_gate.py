@@ -279,7 +279,7 @@ def test_a_defect_is_found(defect: str) -> None:
 
 
 def test_parts_that_are_as_they_should_be_pass() -> None:
-    """The control: putting parts in is no defect by itself."""
+    """The control: putting parts in is not a defect by itself."""
     sound = shard_with(ledger=RollbackLedger, ring=CompressorRing, layer=ReferenceLayer, drafter=ReferenceDrafter)
     for check in ("speculation_changes_no_token", "speculation_leaves_no_trace", "a_cancel_keeps_the_session"):
         CHECKS[check](ReferenceExecutor(sound))

@@ -21,7 +21,7 @@ def test_damaged_files_are_refused_or_load():
 
 @pytest.mark.parametrize("case", ["equal tokens", "gpt2 without begin", "a scale of integers"])
 def test_a_file_that_ends_the_process_is_a_finding(case):
-    """Without dgr's checks it does; so the cases above are no empty threat."""
+    """Without dgr's checks it does; so the cases above are not an empty threat."""
     report = fuzz(seed=1, n_cases=10, only=case, unchecked=True)
     assert [finding.case for finding in report.findings] == [case]
     assert "ended the process: -6" in report.findings[0].what

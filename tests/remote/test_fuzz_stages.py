@@ -73,7 +73,7 @@ async def test_stages_outlive_every_peer(caplog: pytest.LogCaptureFixture, seed:
 async def test_a_refusal_that_leaves_in_a_group_with_a_cancellation_is_found(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The mutant: an error beside a cancellation is no lone error, so that whoever waits for it does not know it."""
+    """The mutant: an error beside a cancellation is not a lone error, so that whoever waits for it does not know it."""
 
     right = nurseries._lone
 

@@ -433,7 +433,7 @@ async def test_a_prefill_of_several_chunks_tells_how_far_it_is(autojump_clock: t
         assert [(e.session, e.committed, e.total) for e in told[:-1]] == [(session.id, n, 20) for n in (8, 16, 20)]
         assert isinstance(told[-1], Prefilled)
         assert told[-1].seconds == told[-2].seconds
-        # A later turn counts its own tokens; one chunk is no news.
+        # A later turn counts its own tokens; one chunk is not news.
         await session.prefill(PROMPT[:9])
         assert [(e.committed, e.total) for e in seen(events) if isinstance(e, PrefillProgress)] == [(8, 9), (9, 9)]
         await take(session.generate(PROMPT[:7], max_tokens=3))

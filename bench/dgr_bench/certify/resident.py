@@ -33,7 +33,7 @@ class Resident(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def resident_with(artifact: Artifact, ranges: Sequence[LayerRange], context: ContextParams) -> Resident:
-    """Load stages in a child process. Raises :class:`~dgr.errors.EngineError` with its last words when it fails."""
+    """Load stages in a child process. Raises :class:`~dgr.errors.EngineError` with the end of what it wrote when it fails."""
     split = ",".join(map(str, ranges))
     about = msgspec.json.encode(context).decode()
     command = python_module("dgr_bench.certify.resident", spelled_out(artifact.file.path), split, about)

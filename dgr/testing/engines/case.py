@@ -30,7 +30,7 @@ class ContractReport:
 
 
 class ContractCase:
-    """An engine under test. Give :meth:`make`; override the attributes where an engine needs other sizes."""
+    """An engine under test. Define :meth:`make`; override the attributes where an engine needs other sizes."""
 
     #: What engines are made with; they may round it up, and the checks go by what they describe.
     context = ContextParams(n_ctx=256, n_batch=48, n_ubatch=32, n_seq_max=3)

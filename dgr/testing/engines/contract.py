@@ -29,7 +29,7 @@ _FLOAT = 4
 
 
 class EngineContract(RefusalChecks):
-    """The checks. Give :meth:`make`; override the attributes where an engine needs other sizes."""
+    """The checks. Define :meth:`make`; override the attributes where an engine needs other sizes."""
 
     # --- what it says of itself ---
 

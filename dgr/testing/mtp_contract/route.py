@@ -387,7 +387,7 @@ class ReferenceRoute:
         else:
             client.fire(RoundEvent.KEPT)
 
-    # --- what people look at ---
+    # --- read by tests and reports ---
 
     def positions(self, session: int) -> tuple[int, ...]:
         """Tokens committed on every stage, head first; 0 where a stage holds nothing."""

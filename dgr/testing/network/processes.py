@@ -37,7 +37,7 @@ START = 60.0
 
 
 class ProgramEnded(DgrError):
-    """A program ended before it told what was waited for; the message carries its exit code and its own last words."""
+    """A program ended before it told what was waited for; the message carries its exit code and the end of what it wrote."""
 
 
 def free_ports(count: int) -> list[int]:
@@ -114,7 +114,7 @@ class Program:
         return self.lines[0]
 
     async def ready(self, address: str, times: int = 1) -> int:
-        """The process id of a stage that ``dgr up`` tells to be ready for the so-manieth time.
+        """The process id of a stage that ``dgr up`` tells to be ready for the nth time.
 
         Raises :class:`ProgramEnded`, :class:`~dgr.errors.DeadlineExceeded`.
         """
