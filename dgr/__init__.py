@@ -2,14 +2,18 @@
 
 # General layout. Each package is one floor; a module imports from its own package and from the floors below.
 #
-#   cli       how people come in: one module per command group
-#   serving   ways in for programs: asyncio, many requests over one pipeline, OpenAI's HTTP API (an extra)
-#   selftest  tests of this machine, and the small models they run on
-#   runtime   trio actors: shard, session, supervisor, ledger, pipeline; every state table is in protocol/states
-#   wire      bytes on a link: the closed message union, the sans-I/O framer, links
-#   engine    the ShardEngine seam, and llama.cpp behind it; the only code that touches a pointer
-#   model     facts about the model and about routes: pure values
-#   errors    one tree
+#   cli               how people come in: one module per command group
+#   serving           ways in for programs: asyncio, many requests over one pipeline, OpenAI's HTTP API (an extra)
+#   cluster           stages and pipelines put together: in one process, or over hosts by a route file
+#   selftest          tests of this machine, and the small models they run on
+#   client | stage    the two programs: a pipeline with its sessions; a shard with its scheduler and engine thread
+#   protocol          what both agree on above bytes; every state table is in protocol/states
+#   wire | engine     bytes on a link; the ShardEngine seam and llama.cpp behind it, the only code that touches a pointer
+#   artifact          models on disk: parts, slices, manifests, plans
+#   v4                facts about DeepSeek V4: pure values
+#   gguf              the container format
+#   core              routes, prefixes, shared values, files, this host
+#   errors, text      one tree of errors; text as people may see it
 #
 # `dgr.testing` stands beside the house: a fake engine, a bad network, the engine contract suite, the MTP contract.
 

@@ -56,7 +56,7 @@ class Timeouts:
 
     #: For the reply to one chunk, from the moment it is the oldest in flight.
     reply: float = field(default=120.0, validator=number(0))
-    #: For Opened, Closed, Frontier. A Close waits for the step that runs, so this is at least as long as ``reply``.
+    #: For Opened, Closed, StateReport. A Close waits for the step that runs, so this is at least as long as ``reply``.
     control: float = field(default=120.0, validator=number(0))
     #: For Fenced from every stage, and for a session waiting until the route is live.
     route: float = field(default=60.0, validator=number(0))

@@ -70,7 +70,11 @@ class _Turn:
 
 
 class ClientSession:
-    """One conversation. Made by :meth:`dgr.client.pipeline.Pipeline.session`."""
+    """One conversation: its transcript, and what every stage has committed of it.
+
+    Made by :meth:`dgr.client.pipeline.Pipeline.session`. One call at a time: a second one while an answer is drawn raises
+    :class:`~dgr.errors.SessionBusy`, and any after the session's block :class:`~dgr.errors.SessionError`.
+    """
 
     def __init__(
         self, route: SessionRoute, session_id: int, *, vocabulary: Vocabulary | None = None, retries: int = 2
@@ -132,9 +136,10 @@ class ClientSession:
         """Take a turn: append ``prompt`` and iterate over the answer's tokens.
 
         With ``transcript`` (the whole conversation, as a stateless API sends it) only what is new is prefilled; one
-        that diverges from what is committed is re-prefilled from token 0. ``stop``: token ids that end the answer
-        (default: the vocabulary's end-of-text). Raises :class:`ContextLimitExceeded`, :class:`InvalidToken`,
-        :class:`InputError`, :class:`SessionBusy`, :class:`SessionError`; nothing was changed then.
+        that diverges from what is committed is re-prefilled from token 0. ``max_tokens``: tokens of the answer (default:
+        until a stop token, or a full context). ``stop``: token ids that end the answer (default: the vocabulary's
+        end-of-text). Nothing is sent before the first token is asked for. Raises :class:`ContextLimitExceeded`,
+        :class:`InvalidToken`, :class:`InputError`, :class:`SessionBusy`, :class:`SessionError`; nothing was changed then.
         """
         self._check_free()
         if max_tokens is not None:

@@ -253,14 +253,22 @@ async def open_pipeline(
     on_shard: Callable[[Shard], None] | None = None,
     mtp: None = None,
 ) -> AsyncIterator[Pipeline]:
-    """Run a model as a pipeline of stages in this process.
+    """A model as a pipeline of stages in this process; leaving the block frees everything.
 
     ``model``: a GGUF (the first, if in parts), or a slice per stage, head first. ``split``: ``"0:15,15:29,29:43"`` or layer
-    ranges; by default the whole model, or the layers of each slice. ``threads``: compute threads of each
-    stage. ``memory_budget``: bytes, ``"24GiB"`` or ``"50%"`` of the machine for weights, state and compute buffers of all
-    stages together; what does not fit is refused with :class:`~dgr.errors.BudgetExceeded` before anything is allocated.
-    ``on_shard`` is called with every shard as it starts, to watch it. ``mtp`` is reserved: anything but None is refused with
-    :class:`~dgr.errors.MtpNotExecutable`. Leaving the block frees everything.
+    ranges; by default the whole model, or the layers of each slice. ``context``: tokens, batches, sequence slots and
+    numerics of every stage (default: :class:`~dgr.core.values.ContextParams`). ``threads``: compute threads of each stage;
+    all together should not exceed the cores. ``mmap``: map the weights instead of reading them. ``memory_budget``: bytes,
+    ``"24GiB"`` or ``"50%"`` of the machine for weights, state and compute buffers of all stages together. ``policy``: how
+    stages treat their sessions. ``chunk``, ``window``, ``retries``, ``timeouts``: as in
+    :func:`~dgr.client.pipeline.open_pipeline_on`. ``on_shard`` is called with every shard as it starts, to watch it.
+    ``mtp`` is reserved: None.
+
+    Raises :class:`~dgr.errors.ArtifactError` for a bad file, :class:`~dgr.errors.UnsupportedModel` for another model,
+    :class:`~dgr.errors.InvalidRoute` or :class:`~dgr.errors.InvalidLayerRange` for a split that does not cover the model,
+    :class:`~dgr.errors.BudgetExceeded` before anything is allocated, :class:`~dgr.errors.NumericsRefused` for types that are
+    not known to be exact here, :class:`~dgr.errors.MtpNotExecutable`, :class:`~dgr.errors.InputError` for any other value,
+    and :class:`~dgr.errors.EngineError` when a stage cannot be loaded.
     """
     refuse_value("mtp", mtp)
     check_whole("threads", threads, 1, MOST_THREADS)

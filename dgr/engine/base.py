@@ -73,10 +73,17 @@ class ShardEngine(Protocol):
     #: True when calls return at once and need no worker thread (fakes).
     inline: bool
 
-    def describe(self) -> StageIdentity: ...
+    def describe(self) -> StageIdentity:
+        """What the stage is and what it promises: the same for its whole life."""
+        ...
 
     def run(self, batch: Sequence[Work]) -> list[Output]:
-        """Run several sequences' work as one native batch; outputs in the order of ``batch``."""
+        """Run several sequences' work as one native batch; outputs in the order of ``batch``.
+
+        Each slot comes once, in ascending order; at most ``n_batch`` tokens in all, and each item at the position that its
+        slot has reached. Raises :class:`~dgr.errors.InputError` when a guard refuses (no slot has moved),
+        :class:`~dgr.errors.ContextLimitExceeded` beyond ``n_ctx``, :class:`~dgr.errors.EngineError` when native code failed.
+        """
         ...
 
     def position(self, slot: int) -> int:
@@ -90,12 +97,22 @@ class ShardEngine(Protocol):
     def sample(
         self, logits: memoryview | bytes, history: Sequence[int], params: SamplingParams
     ) -> tuple[int, tuple[TopLogprob, ...]]:
-        """Draw from one row of logits; ``history`` is the whole transcript so far."""
+        """Draw a token; returns its id and the ``top_logprobs`` most likely ones, best first.
+
+        ``logits``: one or more rows of ``n_vocab`` little-endian float32, of which the last is drawn from. ``history``: the
+        ids of the whole transcript, for the penalties; its length is the position that seeds the draw. Raises
+        :class:`~dgr.errors.InputError` when a row is short or a parameter out of range,
+        :class:`~dgr.errors.EngineError` when native code failed.
+        """
         ...
 
-    def state_summary(self, slot: int) -> StateSummary: ...
+    def state_summary(self, slot: int) -> StateSummary:
+        """Tokens committed in the slot, and rows and a digest of each component that the stage owns."""
+        ...
 
-    def memory(self) -> MemoryReport: ...
+    def memory(self) -> MemoryReport:
+        """Bytes allocated for weights, compute buffers and state; the same for the stage's whole life."""
+        ...
 
     def abort(self) -> None:
         """From any thread: the run in progress and all later ones fail. Only for stopping a stage."""

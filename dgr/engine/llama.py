@@ -138,7 +138,11 @@ def estimate_memory(
 
 
 class LlamaEngine(NativeHandle):
-    """One native stage. See :class:`~dgr.engine.base.ShardEngine` for the methods."""
+    """A stage on llama.cpp's V4 graph and kernels: one ``dgr_stage`` of the native extension.
+
+    Shapes, units and errors of the methods are those of :class:`~dgr.engine.base.ShardEngine`. Upstream's part is
+    ``src/models/deepseek4.cpp`` at the pin (``vendor/llama.cpp``).
+    """
 
     inline = False
 
@@ -159,8 +163,11 @@ class LlamaEngine(NativeHandle):
 
         ``threads``: compute threads; more than the free cores is hundreds of times slower (ggml spins).
         ``certified_only``: with exact numerics, refuse types that the invariance suite has not passed here; only the
-        suite itself turns this off. ``mtp`` is reserved: anything but None is refused. Raises
-        :class:`~dgr.errors.ArtifactError`, :class:`~dgr.errors.NumericsRefused`, :class:`~dgr.errors.InputError`.
+        suite itself turns this off. ``mtp`` is reserved: None. Raises :class:`~dgr.errors.ArtifactError` for weights that
+        are missing, misshapen or of another model, :class:`~dgr.errors.NumericsRefused` for types that are not known to be
+        exact here, :class:`~dgr.errors.BudgetExceeded` where the process has no room for it,
+        :class:`~dgr.errors.MtpNotExecutable`, :class:`~dgr.errors.InputError` for any other value, and
+        :class:`~dgr.errors.EngineError` when native code failed.
         """
         refuse_value("mtp", mtp)
         artifact = model if isinstance(model, Artifact) else Artifact.open(model)
