@@ -391,7 +391,7 @@ def test_bad_flags_are_refused(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(frontier, "available_bytes", lambda: 128 << 20)
+    monkeypatch.setattr(frontier, "available_memory", lambda: 128 << 20)
     assert command(small, tmp_path / "out", *flags) == 2
     assert says in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -25,10 +25,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, ClassVar
 
-import psutil
 from attrs import frozen
 
 from dgr import Artifact, Numerics
+from dgr.core.host import available_memory
 from dgr.core.units import human_bytes
 from dgr.engine.llama import estimate_memory
 from dgr.errors import InputError
@@ -158,11 +158,6 @@ def _plan(args: argparse.Namespace, n_layers: int) -> FrontierPlan:
     )
 
 
-def available_bytes() -> int:
-    """Memory that new processes could have."""
-    return int(psutil.virtual_memory().available)
-
-
 def _check_memory(job: FrontierJob) -> None:
     """Raise :class:`~dgr.errors.InputError` for lengths whose state, with the weights, fits no memory here."""
     subjects = job.plan.subjects
@@ -171,7 +166,7 @@ def _check_memory(job: FrontierJob) -> None:
         for name in subjects
         for layers in job.layers(name)
     )
-    limit = int(_MEMORY * available_bytes())
+    limit = int(_MEMORY * available_memory())
     if needed > limit:
         raise InputError(
             f"--lengths up to {max(job.plan.lengths)} take {human_bytes(needed)} for {len(subjects)} subjects beside each"
