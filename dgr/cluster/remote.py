@@ -156,11 +156,14 @@ async def open_route(
     timeouts: Timeouts | None = None,
     mtp: None = None,
 ) -> AsyncIterator[Pipeline]:
-    """A pipeline over stages in other processes, as a route file names them.
+    """A pipeline over stages in other processes, as a route file names them; leaving the block closes its links.
 
     ``model``: a GGUF whose vocabulary to use (default: the route file's ``model``); without one, prompts are token ids and
-    answers have no text. ``policy``: links (default: TLS with the route file's credentials). ``mtp`` is reserved: anything but
-    None is refused with :class:`~dgr.errors.MtpNotExecutable`.
+    answers have no text. ``policy``: links (default: TLS with the route file's credentials). ``chunk``, ``window``,
+    ``retries``, ``timeouts``: as in :func:`~dgr.client.pipeline.open_pipeline_on`, which also says what is raised when
+    stages cannot be had. ``mtp`` is reserved: None. Raises :class:`~dgr.errors.InvalidRoute` for a bad route file,
+    :class:`~dgr.errors.ArtifactError` for a bad ``model``, :class:`~dgr.errors.MtpNotExecutable`, and
+    :class:`~dgr.errors.InputError` for any other value.
     """
     refuse_value("mtp", mtp)
     check_instance("route", route, str, Path, RouteFile)
@@ -201,7 +204,10 @@ class ServerStatistics:
 
 
 class StageServer:
-    """Takes links for one shard, and opens those to next stages."""
+    """The network side of a stage: it takes links for one shard, and opens those to next stages.
+
+    :meth:`dial` is given to :func:`~dgr.stage.shard.open_shard`; :meth:`serve` then listens for that shard.
+    """
 
     def __init__(self, policy: LinkPolicy) -> None:
         self._policy = policy
@@ -354,7 +360,7 @@ class StageServer:
             yield link, serve
 
     def _admit(self, hello: frames.Frame, transport: Transport) -> Callable[[Link], Awaitable[None]]:
-        """Who is it, and does it belong here? Gives what serves its link."""
+        """Check who it is and that it belongs here; returns what serves its link."""
         if not isinstance(hello, Hello):
             raise FrameError(f"a link begins with Hello, not with {type(hello).__name__}")
         if self._links >= self._policy.max_links:

@@ -26,7 +26,7 @@ _QUEUE = 1024
 
 @frozen
 class StepResult:
-    """What one session's work gave: a residual, rows of logits, or a drawn token."""
+    """The result of one session's work: a residual, rows of logits, or a drawn token."""
 
     output: Output
     token: int | None = None

@@ -29,7 +29,7 @@ __all__ = ["Outlet", "SessionActor", "WorkFrame"]
 
 WorkFrame = Tokens | Boundary
 
-#: A work frame, its payload, and whom to tell once it is done with.
+#: A work frame, its payload, and what to call when the frame has been handled.
 _Delivery = tuple[WorkFrame, memoryview | None, Callable[[], None]]
 
 
@@ -106,10 +106,10 @@ class SessionActor:
         """Whether it takes no more work: :meth:`end` was called, or its supervisor leaves."""
         return self._scope.cancel_called or self.state in (SessionState.CLOSING, SessionState.CLOSED)
 
-    # --- what the supervisor does to it ---
+    # --- the interface of the supervisor ---
 
     def deliver(self, frame: WorkFrame, payload: memoryview | None, consumed: Callable[[], None]) -> bool:
-        """Queue work; False when the inbox is full. ``consumed`` is called when the frame has been dealt with."""
+        """Queue work; False when the inbox is full. ``consumed`` is called when the frame has been handled."""
         try:
             self._send.send_nowait((frame, payload, consumed))
         except trio.WouldBlock:

@@ -140,7 +140,7 @@ class Shard:
     def _actors(self) -> list[SessionActor]:
         return [actor for supervisor in self._routes.values() for actor in supervisor.sessions.values()]
 
-    # --- what supervisors ask of their host ---
+    # --- the interface of supervisors ---
 
     async def lease(self, owner: Hashable, wanted: Callable[[], bool]) -> Lease | None:
         """A slot for a session; the session idle for longest makes room if it must."""
@@ -263,7 +263,7 @@ class Shard:
             supervisor.successor_lost(link, why)
 
     async def _hear_successor(self, link: Link) -> str:
-        """Gives why the link ended."""
+        """Read the link to a next stage; returns why it ended."""
         try:
             async for received in link:
                 if not isinstance(received.frame, frames.Ready):
@@ -288,7 +288,9 @@ class Shard:
                 elif len(nursery.child_tasks) < _ROUTES_PER_LINK:
                     nursery.start_soon(self._take_over, link, frame, supervisor)
                 else:
-                    raise WireError("the link fences many route sessions of other links; the pipeline floods")
+                    raise WireError(
+                        f"the link fences more than {_ROUTES_PER_LINK} route sessions of other links; a pipeline has one"
+                    )
             case frames.Open() | frames.Close() | frames.QueryState() | frames.Tokens() | frames.Cancel():
                 known = self._routes.get(frame.key.route)
                 if known is None or known.control is not link:
@@ -414,7 +416,7 @@ async def open_shard(
 ) -> AsyncIterator[Shard]:
     """Run a shard for the length of the block.
 
-    ``dial(own, successor)`` gives the boundary link to a next stage; the shard reads it with :meth:`Shard.watch_successor`,
+    ``dial(own, successor)`` returns the boundary link to a next stage; the shard reads it with :meth:`Shard.watch_successor`,
     which the dialer starts. ``fence_timeout``: seconds a fence waits for the next stage. ``time_to_live``: seconds after
     which an idle session is dropped; ``least_idle``: after which it may have to make room for another one.
     ``memory_budget``: bytes; exceeding it is refused with :class:`~dgr.errors.BudgetExceeded`. The engine is not stopped:

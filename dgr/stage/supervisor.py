@@ -126,7 +126,9 @@ class EpochSupervisor:
     def request(self, frame: frames.Fence | frames.Open | frames.Close | frames.QueryState) -> None:
         """Start a control request. It runs beside the sessions' work, never behind it."""
         if self._requests >= _REQUESTS:
-            raise WireError(f"{_REQUESTS} control requests of one route session are under way; the pipeline floods")
+            raise WireError(
+                f"{_REQUESTS} control requests of one route session are under way; a pipeline waits for their answers first"
+            )
         if self.state is EpochState.GONE:
             return
         match frame:
@@ -196,7 +198,7 @@ class EpochSupervisor:
     # --- the requests themselves ---
 
     def _begin_fence(self, frame: frames.Fence) -> list[SessionActor] | None:
-        """Raise the epoch and begin the end of every older session; gives those sessions."""
+        """Raise the epoch and begin the end of every older session; returns those sessions."""
         if frame.epoch <= self.epoch:
             self._answer(frames.StaleEpoch(Key(self.route, frame.epoch, 0), 0, self.epoch))
             return None
@@ -229,7 +231,7 @@ class EpochSupervisor:
         self._answer(frames.Fenced(self.route, frame.epoch, len(old), released))
 
     async def _reach_successor(self, frame: frames.Fence) -> str | None:
-        """Connect to the next stage and wait until it admits the epoch; gives what went wrong."""
+        """Connect to the next stage and wait until it admits the epoch; returns what went wrong."""
         if self.epoch != frame.epoch:
             return None
         scope, ready = self._reaching, self._successor_ready
@@ -314,7 +316,7 @@ class EpochSupervisor:
         return False
 
     def _begin_close(self, frame: frames.Close) -> SessionActor | None:
-        """Begin the end of a session, or take back an Open that waits; gives the actor whose end is to be awaited."""
+        """Begin the end of a session, or take back an Open that waits; returns the actor whose end is to be awaited."""
         key = frame.key
         if key.epoch != self.epoch:
             return None

@@ -12,7 +12,7 @@ them, and it grants them again when it has consumed a payload, so that what wait
 nothing at all for three heartbeats gives the other up: any byte counts as life. Each side has a heartbeat of its own.
 
 A link that breaks is closed at once: the other side sees it, and so does whoever iterates here. Only after a failed write
-is it still read, because the other side's last words may wait there.
+is it still read, because the other side may have said why it left.
 """
 
 from __future__ import annotations
@@ -217,7 +217,7 @@ class Link:
             if outgoing.session in behind:
                 passed_over.append(self._waiting.popleft())
             elif self._lacks_room(outgoing.size):
-                break  # nobody overtakes it for want of bytes, or it might wait forever
+                break  # smaller payloads behind it must not pass it, or it might wait forever
             else:
                 self._waiting.popleft()
                 self._sessions.add(outgoing.session)
@@ -330,7 +330,7 @@ class Link:
     async def __anext__(self) -> Received:
         """The next frame; the iteration ends when the other side closed the link between two frames.
 
-        Raises :class:`FrameError` on bytes that are no frame, after the frames that came before them;
+        Raises :class:`FrameError` on bytes that are not a frame, after the frames that came before them;
         :class:`LinkBroken` on a link cut inside a frame.
         """
         if self._received:
