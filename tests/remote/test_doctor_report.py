@@ -69,7 +69,7 @@ async def test_a_healthy_route(policy: LinkPolicy) -> None:
     ("said", "what", "next_step"),
     [
         (b"", "did not say what it speaks within 1 s", "takes connections and does not answer"),
-        (b"SSH-2.0-something or other", "no dgr: its first bytes are", "something else than a stage of this dgr"),
+        (b"SSH-2.0-something or other", "not dgr: its first bytes are", "something else than a stage of this dgr"),
     ],
     ids=["mute", "ssh"],
 )

@@ -118,7 +118,7 @@ async def test_a_client_knows_what_is_no_stage() -> None:
     async with impostor(b"HTTP/1.1 400 Bad Request\r\n\r\n") as address:
         error = await failure(lambda: connect(address))
     assert isinstance(error, FrameError)
-    assert "no dgr: its first bytes are b'HTTP/1.1'" in str(error)
+    assert "not dgr: its first bytes are b'HTTP/1.1'" in str(error)
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ STRANGERS: dict[str, tuple[Refusal, str]] = {
         "refused our certificate: certificate expired",
     ),
     "a CA of its own": (lambda _, theirs: theirs.credentials("127.0.0.1"), "certificate verify failed"),
-    "no TLS": (lambda _ours, _theirs: None, "no dgr|the other side closed the link"),
+    "no TLS": (lambda _ours, _theirs: None, "not dgr|the other side closed the link"),
 }
 
 

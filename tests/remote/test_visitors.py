@@ -73,21 +73,21 @@ async def test_one_that_says_nothing_is_given_up_within_the_deadline(caplog: pyt
 async def test_what_was_kept_back_is_counted(caplog: pytest.LogCaptureFixture, autojump_clock) -> None:
     log = VisitorLog()
     for port in range(3):
-        log.left(f"from 10.0.0.1:{port}", FrameError("no dgr"))
+        log.left(f"from 10.0.0.1:{port}", FrameError("not dgr"))
     log.left("from 10.0.0.1:9", LinkBroken("TLS failed"))
-    log.left("from 10.0.0.2:9", FrameError("no dgr"))
+    log.left("from 10.0.0.2:9", FrameError("not dgr"))
     assert len(warnings(caplog)) == 3  # one of each host and kind
     await trio.sleep(visitors._PAUSE)
-    log.left("from 10.0.0.1:7", FrameError("no dgr"))
+    log.left("from 10.0.0.1:7", FrameError("not dgr"))
     assert warnings(caplog)[-1] == (
-        "from 10.0.0.1:7: it was not taken as a link: no dgr (2 more of its host since the last such line)"
+        "from 10.0.0.1:7: it was not taken as a link: not dgr (2 more of its host since the last such line)"
     )
 
 
 async def test_many_hosts_are_not_remembered_for_good() -> None:
     log = VisitorLog()
     for host in range(3 * visitors._KEPT):
-        log.left(f"from 10.0.{host}:1", FrameError("no dgr"))
+        log.left(f"from 10.0.{host}:1", FrameError("not dgr"))
     assert len(log._said) == visitors._KEPT
 
 

@@ -1,4 +1,4 @@
-"""The preamble: who speaks another schema, or no dgr at all, is told apart before any frame."""
+"""The preamble: who speaks another schema, or is not dgr at all, is told apart before any frame."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ async def test_not_a_byte_behind_the_preamble_is_taken(autojump_clock: MockClock
 @pytest.mark.parametrize(
     ("theirs", "error", "match"),
     [
-        (b"GET / HTTP/1.1\r\nHost: example\r\n\r\n", FrameError, "no dgr: its first bytes are b'GET / HT'"),
-        (b"\x16\x03\x01" + bytes(40), FrameError, "no dgr"),
+        (b"GET / HTTP/1.1\r\nHost: example\r\n\r\n", FrameError, "not dgr: its first bytes are b'GET / HT'"),
+        (b"\x16\x03\x01" + bytes(40), FrameError, "not dgr"),
         (
             OURS[:6] + b"\x63\x00" + OURS[8:],
             FrameError,
