@@ -235,7 +235,7 @@ async def test_stages_check_each_other_whatever_the_client_says() -> None:
         not_next = await hosts.start("4:6")
         async with hosts.connector()(head.address) as (link, _):
             for epoch, (successor, problem) in enumerate(
-                [(alien.address, "n_ctx 64 is not 96"), (not_next.address, "layers 0:2 cannot be followed by 4:6")], 1
+                [(alien.address, "n_ctx 96 is not 64"), (not_next.address, "layers 0:2 cannot be followed by 4:6")], 1
             ):
                 link.send_nowait(Fence(b"r" * 16, epoch, head.address, "", successor))
                 answer = (await anext(link)).frame
