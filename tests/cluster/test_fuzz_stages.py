@@ -1,4 +1,4 @@
-"""Seeded peers that mean harm, over sockets, against stages that reach other stages; see also ``runtime/test_fuzz``."""
+"""Seeded peers that mean harm, over sockets, against stages that reach other stages; see also ``pipeline/test_fuzz``."""
 
 from __future__ import annotations
 
