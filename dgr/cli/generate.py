@@ -151,12 +151,12 @@ async def _generate(args: argparse.Namespace, prompt: str) -> int:
         events = pipeline.events()
         with progress_bar("prefill", _tokens) as activity:
             answer = await _answer(args, pipeline, prompt, activity)
-        told = [_event(event) for event in drain(events) if not isinstance(event, PrefillProgress)]
+        reported = [_event(event) for event in drain(events) if not isinstance(event, PrefillProgress)]
         verdict = None
         if args.verify:
             with progress_bar("running the whole model to compare"):
                 verdict = await _verify(args, pipeline, answer["prompt_tokens"] + answer["tokens"])
-    result = {**answer, "stages": stages, "events": told, "verified": verdict}
+    result = {**answer, "stages": stages, "events": reported, "verified": verdict}
     if args.json:
         print_json(result)
     else:

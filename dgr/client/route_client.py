@@ -325,6 +325,7 @@ class RouteClient:
     # --- the interface of sessions ---
 
     def key(self, session: int) -> Key:
+        """What every frame of a session carries: the route session, the present epoch, the session."""
         return Key(self.route_id, self.epoch, session)
 
     def send_work(self, frame: frames.Tokens) -> PendingReply:
