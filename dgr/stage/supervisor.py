@@ -30,7 +30,7 @@ __all__ = ["EpochSupervisor", "Host"]
 
 #: Ended sessions whose fate is remembered, to tell a late frame why.
 _EPITAPHS = 1024
-#: Times a probe looks at a session that works on meanwhile.
+#: Times that QueryState looks at a session that works on meanwhile.
 _PROBES = 8
 #: Control requests of one route session that may be under way at once.
 _REQUESTS = 1024
@@ -352,7 +352,7 @@ class EpochSupervisor:
             if key.epoch == self.epoch and not actor.is_ending and summary.position == actor.position:
                 self._answer(frames.StateReport(key, frame.seq, actor.digest, summary))
                 return
-        problem = "the session does not stand still: probe it when it is idle"
+        problem = "the session does not stand still: ask for its state when it is idle"
         self._answer(frames.Refused(key, frame.seq, Refusal.PROTOCOL, problem))
 
     def _ended(self, actor: SessionActor) -> None:
