@@ -100,7 +100,7 @@ async def _open(address: str, policy: LinkPolicy, hello: Hello) -> AsyncIterator
                     )
                 # A next stage answers without payloads; the tail sends logits to a client.
                 incoming = _arriving(limits, Role.PIPELINE) if hello.role is Role.STAGE else None
-                link.agree(limits, answer.credit, incoming=incoming)
+                link.apply_limits(limits, answer.credit, incoming=incoming)
                 yield link, answer
             case Denied():
                 raise PeerRefused(f"stage {address} refused the link: {answer.message}")
@@ -190,8 +190,8 @@ class ServerStatistics:
 
     #: Links that came and are served now.
     links: int
-    #: Connections that are not greeted yet.
-    strangers: int
+    #: Connections whose handshake is under way.
+    handshaking: int
     #: Links served since the start.
     accepted: int
     #: Connections since the start that never became links.
@@ -210,7 +210,7 @@ class StageServer:
         self._next: dict[tuple[str, str], Link] = {}
         self._dialing: dict[tuple[str, str], trio.Lock] = {}
         self._visitors = VisitorLog()
-        self._links = self._strangers = self._accepted = self._refused = 0
+        self._links = self._handshaking = self._accepted = self._refused = 0
 
     @property
     def _served(self) -> Shard:
@@ -219,7 +219,7 @@ class StageServer:
 
     def statistics(self) -> ServerStatistics:
         leaving = {pair: link.statistics() for pair, link in self._next.items()}
-        return ServerStatistics(self._links, self._strangers, self._accepted, self._refused, leaving)
+        return ServerStatistics(self._links, self._handshaking, self._accepted, self._refused, leaving)
 
     # --- towards the next stage ---
 
@@ -296,14 +296,14 @@ class StageServer:
 
     async def _take(self, context: ssl.SSLContext | None, stream: trio.SocketStream) -> None:
         who = _where_from(stream)
-        if self._strangers >= self._policy.max_links:
+        if self._handshaking >= self._policy.max_links:
             self._refused += 1
             self._visitors.left(
-                who, Overloaded(f"{self._strangers} connections are not greeted yet; this one was closed")
+                who, Overloaded(f"{self._handshaking} connections are not greeted yet; this one was closed")
             )
             await trio.aclose_forcefully(stream)
             return
-        self._strangers += 1
+        self._handshaking += 1
         greeted = False
         try:
             if not await says_something(stream, self._policy.handshake):
@@ -312,7 +312,7 @@ class StageServer:
             transport = await accept_tls(stream, context, self._policy.handshake)
             async with self._greet(transport) as (link, serve):
                 greeted = True
-                self._strangers -= 1
+                self._handshaking -= 1
                 self._accepted += 1
                 self._links += 1
                 await serve(link)
@@ -327,7 +327,7 @@ class StageServer:
             if greeted:
                 self._links -= 1
             else:
-                self._strangers -= 1
+                self._handshaking -= 1
                 self._refused += 1
             with trio.CancelScope(shield=True):
                 await trio.aclose_forcefully(stream)
@@ -350,7 +350,7 @@ class StageServer:
             link.name = f"from {hello.name!r}"
             limits = limits_of(self._served.description)
             link.send_nowait(Welcome(self._served.description, limits.under_way))
-            link.agree(limits, None, limits.under_way, incoming=_arriving(limits, hello.role))
+            link.apply_limits(limits, None, limits.under_way, incoming=_arriving(limits, hello.role))
             yield link, serve
 
     def _admit(self, hello: frames.Frame, transport: Transport) -> Callable[[Link], Awaitable[None]]:

@@ -12,9 +12,9 @@ from attrs import define, field, frozen
 from dgr.core.values import SamplingParams, StateSummary, TopLogprob
 from dgr.engine.base import Output, ShardEngine, Work
 from dgr.errors import EngineError, InputError, NonFinite
-from dgr.stage.engine_thread import Worker
+from dgr.stage.engine_thread import EngineThread
 
-__all__ = ["StepResult", "Stepper", "StepperStatistics"]
+__all__ = ["Scheduler", "SchedulerStatistics", "StepResult"]
 
 T = TypeVar("T")
 
@@ -34,7 +34,7 @@ class StepResult:
 
 
 @frozen
-class StepperStatistics:
+class SchedulerStatistics:
     """Counters since the shard started."""
 
     #: Native batches run.
@@ -56,7 +56,7 @@ class _Request:
 
 
 def _execute(engine: ShardEngine, requests: list[_Request]) -> None:
-    """Run requests as one batch, in the worker thread. A guard's refusal is pinned on its own request."""
+    """Run requests as one batch, in the engine's thread. A guard's refusal is pinned on its own request."""
     try:
         outputs = engine.run([request.work for request in requests])
     except (InputError, NonFinite) as error:
@@ -93,20 +93,20 @@ def _finish(engine: ShardEngine, request: _Request, output: Output) -> StepResul
     return StepResult(output, token, top)
 
 
-class Stepper:
+class Scheduler:
     """Runs an engine. ``run`` is its loop; every other method may be called by any task."""
 
     def __init__(self, engine: ShardEngine) -> None:
         self._engine = engine
         self._n_batch = engine.describe().context.n_batch
         self._inbox, self._outbox = trio.open_memory_channel[_Request](_QUEUE)
-        self._held: _Request | None = None
+        self._deferred: _Request | None = None
         self._lock = trio.Lock()
-        self._worker = Worker("dgr-engine")
+        self._thread = EngineThread("dgr-engine")
         self._batches = self._items = self._tokens = 0
 
-    def statistics(self) -> StepperStatistics:
-        return StepperStatistics(self._batches, self._items, self._tokens)
+    def statistics(self) -> SchedulerStatistics:
+        return SchedulerStatistics(self._batches, self._items, self._tokens)
 
     async def run(self) -> None:
         """Take what is ready, run it, answer; forever. The engine's thread ends with it."""
@@ -121,7 +121,7 @@ class Stepper:
                     for request in batch:
                         request.done.set()
         finally:
-            self._worker.stop()
+            self._thread.stop()
 
     async def _run(self, batch: list[_Request]) -> None:
         try:
@@ -133,8 +133,8 @@ class Stepper:
                 request.outcome = EngineError(f"the engine failed: {type(error).__name__}: {error}")
 
     async def _next_batch(self) -> list[_Request]:
-        first = self._held if self._held is not None else await self._outbox.receive()
-        self._held = None
+        first = self._deferred if self._deferred is not None else await self._outbox.receive()
+        self._deferred = None
         batch: list[_Request] = []
         room = self._n_batch
         following: _Request | None = first
@@ -142,7 +142,7 @@ class Stepper:
             if not following.abandoned:
                 room -= len(following.work.tokens)
                 if room < 0 and batch:
-                    self._held = following
+                    self._deferred = following
                     break
                 batch.append(following)
             try:
@@ -184,4 +184,4 @@ class Stepper:
         async with self._lock:
             if self._engine.inline:
                 return function()
-            return await self._worker.run(function)
+            return await self._thread.run(function)

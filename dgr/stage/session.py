@@ -21,7 +21,7 @@ from dgr.protocol.limits import INBOX
 from dgr.protocol.sampling import sampling_problem
 from dgr.protocol.states import SESSION, SessionEvent, SessionState
 from dgr.stage.ledger import Lease
-from dgr.stage.scheduler import Stepper, StepResult
+from dgr.stage.scheduler import Scheduler, StepResult
 from dgr.wire import frames
 from dgr.wire.frames import Boundary, Miss, Refusal, Tokens
 
@@ -54,25 +54,25 @@ class SessionActor:
         lease: Lease,
         first_seq: int,
         *,
-        stepper: Stepper,
+        scheduler: Scheduler,
         description: StageIdentity,
         outlet: Outlet,
-        time_to_live: float,
+        idle_timeout: float,
         on_end: Callable[[SessionActor], None],
     ) -> None:
         self.key = key
         self.lease = lease
         #: Set when the slot is cleared and the lease returned.
         self.ended = trio.Event()
-        #: What a later frame for this session is told; None when its pipeline closed it.
-        self.epitaph: Miss | None = None
+        #: Why the session ended, for later frames; None when its pipeline closed it.
+        self.end_reason: Miss | None = None
         self.last_active = trio.current_time()
         self._first_seq = first_seq
         self._cancelled_through = 0
-        self._stepper = stepper
+        self._scheduler = scheduler
         self._description = description
         self._outlet = outlet
-        self._time_to_live = time_to_live
+        self._idle_timeout = idle_timeout
         self._on_end = on_end
         self._machine = Machine(SESSION)
         self._scope = trio.CancelScope()
@@ -122,16 +122,16 @@ class SessionActor:
         """Do not start queued work up to ``last_seq``."""
         self._cancelled_through = max(self._cancelled_through, last_seq)
 
-    def end(self, epitaph: Miss | None) -> None:
+    def end(self, end_reason: Miss | None) -> None:
         """Begin the end; :attr:`ended` tells when it is complete. Ending twice is harmless."""
         if self.is_ending:
             return
-        self.epitaph = epitaph
+        self.end_reason = end_reason
         self._scope.cancel()
 
     async def state_summary(self) -> StateSummary:
         """The native state summary of the slot."""
-        return await self._stepper.state_summary(self.lease.slot)
+        return await self._scheduler.state_summary(self.lease.slot)
 
     # --- its own life ---
 
@@ -144,7 +144,7 @@ class SessionActor:
             self._machine.fire(SessionEvent.END)
             try:
                 with trio.CancelScope(shield=True):
-                    await self._stepper.clear(self.lease.slot)  # waits for a step under way
+                    await self._scheduler.clear(self.lease.slot)  # waits for a step under way
                 if self._machine.state is SessionState.CLOSING:
                     self._machine.fire(SessionEvent.COMMITTED)
                 self._on_end(self)
@@ -155,7 +155,7 @@ class SessionActor:
 
     async def _serve(self) -> None:
         while True:
-            with trio.move_on_after(self._time_to_live) as patience:
+            with trio.move_on_after(self._idle_timeout) as patience:
                 frame, payload, consumed = await self._receive.receive()
             if patience.cancelled_caught:
                 if self._undone:
@@ -229,7 +229,7 @@ class SessionActor:
             self._history.extend(frame.tokens)
         self._machine.fire(SessionEvent.WORK)
         try:
-            result = await self._stepper.step(work, frame.sampling if tail else None, self._history or ())
+            result = await self._scheduler.step(work, frame.sampling if tail else None, self._history or ())
         except InputError as error:
             self._machine.fire(SessionEvent.REFUSED)
             if self._history is not None:
@@ -267,7 +267,7 @@ class SessionActor:
         self._prefix = PrefixDigest()
         if self._history is not None:
             self._history = array("i")
-        await self._stepper.clear(self.lease.slot)
+        await self._scheduler.clear(self.lease.slot)
         await self._refuse(frame, code, message)
 
     async def _refuse(self, frame: WorkFrame, code: Refusal, message: str) -> None:

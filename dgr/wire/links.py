@@ -47,7 +47,7 @@ _LAST_STREAM = 65535
 #: Heartbeats without a byte after which the other side is given up.
 _SILENT_BEATS = 3
 #: Nonce of a Ping that asks for a sign of life; the answer to it is nobody's business but the link's.
-_LIFE = 2**63 - 1
+_KEEPALIVE = 2**63 - 1
 
 
 @frozen
@@ -121,7 +121,7 @@ class Link:
             self._frames_sent, self._frames_received, self._bytes_sent, self._bytes_received, self._queued
         )
 
-    def agree(
+    def apply_limits(
         self, limits: Limits, credit: int | None, granted: int | None = None, *, incoming: Limits | None = None
     ) -> None:
         """Take the limits and the first credits that a handshake settled; nothing with a payload may be under way.
@@ -250,7 +250,7 @@ class Link:
     async def _write(self) -> None:
         while True:
             if self._heartbeat is not None and trio.current_time() >= max(self._heard, self._asked) + self._heartbeat:
-                self._ask_for_life()  # what is sent does not tell whether the other side lives
+                self._ask_keepalive()  # what is sent does not tell whether the other side lives
             if self._control:
                 await self._put(*self._control.popleft())
             elif self._turns:
@@ -276,12 +276,12 @@ class Link:
                 with trio.move_on_after(self._heartbeat) as quiet:
                     await self._work.wait()
                 if quiet.cancelled_caught:
-                    self._ask_for_life()
+                    self._ask_keepalive()
 
-    def _ask_for_life(self) -> None:
+    def _ask_keepalive(self) -> None:
         self._asked = trio.current_time()
         if self._is_open and len(self._control) < _CONTROL_QUEUE:
-            self.send_nowait(Ping(_LIFE))
+            self.send_nowait(Ping(_KEEPALIVE))
 
     async def _put(self, head: bytes, body: memoryview | None) -> int:
         """Write a packet, or a message and its first fragment; gives the payload bytes in it."""
@@ -342,10 +342,10 @@ class Link:
                 await self._fill()
             self._frames_received += 1
             received = self._received.popleft()
-            if not self._is_housekeeping(received.frame):
+            if not self._handle_link_frame(received.frame):
                 return received
 
-    def _is_housekeeping(self, frame: Frame) -> bool:
+    def _handle_link_frame(self, frame: Frame) -> bool:
         """Deal with what concerns the link alone."""
         match frame:
             case Credit():
@@ -353,7 +353,7 @@ class Link:
             case Ping():
                 if frame.nonce and self._is_open:
                     self.send_nowait(Pong(frame.nonce))
-            case Pong() if frame.nonce == _LIFE:
+            case Pong() if frame.nonce == _KEEPALIVE:
                 pass  # that it came is all it says
             case _:
                 return False
@@ -433,7 +433,7 @@ async def open_link(
     of life; three without a byte end it (None: a silent peer is waited for).
     """
     link = Link(transport, limits, name, heartbeat)
-    link.agree(limits, credit, granted)
+    link.apply_limits(limits, credit, granted)
     async with open_nursery() as nursery:
         nursery.start_soon(link._run_writer)
         try:

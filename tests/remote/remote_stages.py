@@ -173,7 +173,7 @@ class Hosts:
         between = sum(len(server.leaving) for server in servers)
         return (
             all((shard.routes, shard.sessions, shard.leased_bytes) == (0, 0, 0) for shard in shards)
-            and all(server.strangers == 0 for server in servers)
+            and all(server.handshaking == 0 for server in servers)
             and sum(server.links for server in servers) == between
         )
 
@@ -268,7 +268,7 @@ async def greeted(
             answer = (await anext(link)).frame
             if isinstance(answer, Welcome):
                 about = FakeEngine(answer.identity.layers, CONTEXT, model=MODEL).describe()
-                link.agree(limits_of(about), None)
+                link.apply_limits(limits_of(about), None)
             yield link, answer
 
 

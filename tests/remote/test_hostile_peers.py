@@ -65,7 +65,7 @@ _ANSWER = 0.01
 
 async def refused(host: Host, *, but: int = 0) -> None:
     """Until the stage is rid of whoever came, ``but`` for so many links."""
-    await until(lambda: host.server.statistics().strangers == 0 and host.server.statistics().links == but, DEADLINE)
+    await until(lambda: host.server.statistics().handshaking == 0 and host.server.statistics().links == but, DEADLINE)
 
 
 async def dial_and_speak(address: str, credentials: Credentials | None) -> None:
@@ -231,7 +231,7 @@ async def test_connections_that_say_nothing_are_bounded_and_make_room() -> None:
             for _ in range(12):
                 nursery.start_soon(_be_silent, stages[0].address)
             await until(lambda: stages[0].server.statistics().refused >= 8)
-            assert stages[0].server.statistics().strangers <= 4
+            assert stages[0].server.statistics().handshaking <= 4
         await refused(stages[0])
         assert stages[0].server.statistics().refused == 12
         await hosts.assert_serving(stages)

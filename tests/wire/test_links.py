@@ -803,8 +803,8 @@ async def test_limits_and_credits_settled_by_a_handshake_hold_from_then_on(autoj
         right = await stack.enter_async_context(open_link(far, tiny))
         with pytest.raises(FrameError):
             await left.send(*boundary(n_tokens=8))
-        left.agree(SMALL, 128)
-        right.agree(SMALL, None, 128)
+        left.apply_limits(SMALL, 128)
+        right.apply_limits(SMALL, None, 128)
         await left.send(*boundary(n_tokens=8))
         assert order_of(await take(right, 1)) == {1: [1]}
         with trio.move_on_after(1) as scope:
