@@ -18,7 +18,7 @@ from dgr.artifact.artifact import Artifact
 from dgr.cli.options import add_context_arguments, add_link_arguments, context_of, link_policy_of
 from dgr.cli.progress import progress_bar, silent_bar
 from dgr.cli.streams import print_json
-from dgr.cluster.remote import StageServer
+from dgr.cluster.server import StageServer
 from dgr.core.route import LayerRange
 from dgr.core.units import human_bytes
 from dgr.engine.budget import check_budget, parse_budget

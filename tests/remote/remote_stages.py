@@ -17,7 +17,8 @@ import trustme
 
 from dgr.client.events import Event
 from dgr.client.pipeline import Pipeline, Timeouts, open_pipeline_on
-from dgr.cluster.remote import LinkPolicy, RemoteConnector, StageServer
+from dgr.cluster.connect import LinkPolicy, RemoteConnector
+from dgr.cluster.server import StageServer
 from dgr.core.route import LayerRange, Route, StageRef
 from dgr.core.values import ContextParams, StageIdentity
 from dgr.errors import DgrError, LinkBroken

@@ -36,7 +36,7 @@ from remote_stages import (
 )
 
 from dgr.client.pipeline import open_pipeline_on
-from dgr.cluster.remote import LinkPolicy
+from dgr.cluster.connect import LinkPolicy
 from dgr.core.route import Route, StageRef
 from dgr.core.values import Expectation, Key
 from dgr.errors import DgrError, FrameError, LinkBroken

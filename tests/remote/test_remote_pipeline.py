@@ -30,7 +30,7 @@ from remote_stages import (
 
 from dgr.client.events import RePrefilled, RouteChanged, RouteDown
 from dgr.client.pipeline import Timeouts, open_pipeline_on
-from dgr.cluster.remote import LinkPolicy
+from dgr.cluster.connect import LinkPolicy
 from dgr.core.prefix import PrefixDigest
 from dgr.core.route import Route, StageRef
 from dgr.core.values import Expectation, Key, StageIdentity

@@ -17,8 +17,8 @@ from harness import TWO, open_stages
 
 import dgr
 from dgr.client.pipeline import Pipeline, Timeouts
+from dgr.cluster.connect import LinkPolicy
 from dgr.cluster.local import ShardPolicy
-from dgr.cluster.remote import LinkPolicy
 from dgr.core.values import ContextParams, Expectation, Key, Numerics, SamplingParams
 from dgr.errors import InputError, InvalidLayerRange, InvalidToken
 from dgr.protocol.sampling import check_sampling, sampling_problem
