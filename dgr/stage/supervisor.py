@@ -20,7 +20,7 @@ from dgr.errors import DgrError, WireError
 from dgr.protocol.states import EPOCH, EpochEvent, EpochState
 from dgr.stage.ledger import Lease, Ledger
 from dgr.stage.scheduler import Scheduler
-from dgr.stage.session import SessionActor, WorkFrame
+from dgr.stage.session import SessionActor, SessionReply, WorkFrame
 from dgr.wire import frames
 from dgr.wire.frames import Boundary, Miss, Refusal
 from dgr.wire.links import Link
@@ -294,7 +294,8 @@ class EpochSupervisor:
             frame.seq,
             scheduler=self._services.scheduler,
             description=self._services.description,
-            outlet=_Outlet(self, key.epoch),
+            reply=self._reply,
+            forward=self._forward,
             idle_timeout=self._services.idle_timeout,
             on_end=self._ended,
         )
@@ -362,9 +363,11 @@ class EpochSupervisor:
             while len(self._end_reasons) > _END_REASONS:
                 self._end_reasons.popitem(last=False)
 
-    async def reply(self, epoch: int, frame: frames.Frame, payload: memoryview | bytes | None) -> None:
-        """To the pipeline, if the epoch is still the one the answer belongs to."""
-        if epoch != self.epoch:
+    # --- what sessions send ---
+
+    async def _reply(self, frame: SessionReply, payload: memoryview | bytes | None) -> None:
+        """To the pipeline, if the reply is of the present epoch."""
+        if frame.key.epoch != self.epoch:
             return
         try:
             await self.control.send(frame, payload)
@@ -372,24 +375,10 @@ class EpochSupervisor:
             # As in _answer: the control link's reader ends this route session.
             return
 
-    async def forward(self, epoch: int, frame: Boundary, payload: memoryview | bytes) -> None:
-        """To the successor, if the epoch is still the one the boundary belongs to."""
-        if epoch != self.epoch:
+    async def _forward(self, frame: Boundary, payload: memoryview | bytes) -> None:
+        """To the successor, if the boundary is of the present epoch."""
+        if frame.key.epoch != self.epoch:
             return
         if self._successor is None:
             raise WireError("this stage has no successor in the current epoch")
         await self._successor.send(frame, payload)
-
-
-class _Outlet:
-    """A session's way out, bound to its epoch."""
-
-    def __init__(self, supervisor: EpochSupervisor, epoch: int) -> None:
-        self._supervisor = supervisor
-        self._epoch = epoch
-
-    async def reply(self, frame: frames.Frame, payload: memoryview | bytes | None = None) -> None:
-        await self._supervisor.reply(self._epoch, frame, payload)
-
-    async def forward(self, frame: Boundary, payload: memoryview | bytes) -> None:
-        await self._supervisor.forward(self._epoch, frame, payload)
