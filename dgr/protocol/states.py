@@ -222,7 +222,6 @@ ROUTE: Table[RouteState, RouteEvent] = Table(
         (RouteState.LIVE, RouteEvent.BREAK): RouteState.DOWN,
         (RouteState.LIVE, RouteEvent.CLOSE): RouteState.CLOSED,
         (RouteState.DOWN, RouteEvent.CHANGE): RouteState.FENCING,
-        (RouteState.DOWN, RouteEvent.BREAK): RouteState.DOWN,
         (RouteState.DOWN, RouteEvent.CLOSE): RouteState.CLOSED,
     },
     RouteState.FENCING,
