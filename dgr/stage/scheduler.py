@@ -181,7 +181,13 @@ class Scheduler:
         return await self._call(lambda: self._engine.state_summary(slot))
 
     async def _call(self, function: Callable[[], T]) -> T:
-        async with self._lock:
+        try:
+            self._lock.acquire_nowait()  # whoever finds the engine free does not give up its turn of the event loop
+        except trio.WouldBlock:
+            await self._lock.acquire()
+        try:
             if self._engine.inline:
                 return function()
             return await self._thread.run(function)
+        finally:
+            self._lock.release()

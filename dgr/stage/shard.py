@@ -294,7 +294,8 @@ class Shard:
                 if known is None or known.control is not link:
                     self._answer_stranger(link, frame)
                 else:
-                    await known.started.wait()  # it may have been taken over in this very moment
+                    if not known.started.is_set():  # it may have been taken over in this very moment
+                        await known.started.wait()
                     with self._blaming(known):
                         _hand_over(known, frame, payload)
             case _:

@@ -351,6 +351,7 @@ class EpochSupervisor:
             if key.epoch == self.epoch and not actor.is_ending and summary.position == actor.position:
                 self._answer(frames.StateReport(key, frame.seq, actor.digest, summary))
                 return
+            await trio.lowlevel.checkpoint()  # a step ended, and its actor has yet to take note of it
         problem = "the session does not stand still: probe it when it is idle"
         self._answer(frames.Refused(key, frame.seq, Refusal.PROTOCOL, problem))
 

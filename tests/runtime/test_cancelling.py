@@ -91,14 +91,14 @@ def no_defects(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 @pytest.mark.parametrize("engine", [FakeEngine, Threaded])
 def test_everything_under_one_timeout_ends_quietly(engine: type[FakeEngine]) -> None:
     stride = 11 if engine is Threaded else 7
-    assert at_every_step(a_whole_life(engine, TWO), stride) > 300
+    assert at_every_step(a_whole_life(engine, TWO), stride) > 250
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("split", [TWO, THREE])
 @pytest.mark.parametrize("engine", [FakeEngine, Threaded])
 def test_everything_under_one_timeout_ends_quietly_at_every_single_step(engine: type[FakeEngine], split: str) -> None:
-    assert at_every_step(a_whole_life(engine, split)) > 300
+    assert at_every_step(a_whole_life(engine, split)) > 250
 
 
 @pytest.mark.parametrize("engine", [FakeEngine, Threaded])

@@ -471,7 +471,7 @@ async def test_boundaries_are_taken_from_the_stage_before_and_from_no_one_else(
             stranger.send_nowait(frames.Ping(0))  # the link lives
             assert await take(session.generate([3], max_tokens=2)) == reference([1, 2, 3], 2)
             assert session.committed == 4
-            assert stranger._credit == limits.under_way, "every payload's credit came back"
+            assert stranger._outbox.credit == limits.under_way, "every payload's credit came back"
         nursery.cancel_scope.cancel()
 
 
