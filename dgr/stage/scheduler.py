@@ -9,7 +9,8 @@ from typing import TypeVar
 import trio
 from attrs import define, field, frozen
 
-from dgr.core.values import SamplingParams, StateSummary, TopLogprob
+from dgr.core.scalars import TOP_MAX
+from dgr.core.values import LogitsWanted, SamplingParams, StateSummary, TopLogprob
 from dgr.engine.base import Output, ShardEngine, Work
 from dgr.errors import EngineError, InputError, NonFinite
 from dgr.stage.engine_thread import EngineThread
@@ -20,6 +21,7 @@ T = TypeVar("T")
 
 _log = logging.getLogger("dgr.shard")
 
+_FLOAT = 4
 #: Requests that may wait for the engine; each session has at most one, so the slots are the real bound.
 _QUEUE = 1024
 
@@ -55,7 +57,7 @@ class _Request:
     abandoned: bool = False
 
 
-def _execute(engine: ShardEngine, requests: list[_Request]) -> None:
+def _execute(engine: ShardEngine, n_vocab: int, requests: list[_Request]) -> None:
     """Run requests as one batch, in the engine's thread. A guard's refusal is pinned on its own request."""
     try:
         outputs = engine.run([request.work for request in requests])
@@ -64,24 +66,31 @@ def _execute(engine: ShardEngine, requests: list[_Request]) -> None:
             requests[0].outcome = error
         else:
             for request in requests:
-                _execute(engine, [request])
+                _execute(engine, n_vocab, [request])
         return
     except EngineError as error:
         for request in requests:
             request.outcome = error
         return
     for request, output in zip(requests, outputs, strict=True):
-        request.outcome = _finish(engine, request, output)
+        request.outcome = _finish(engine, n_vocab, request, output)
 
 
-def _finish(engine: ShardEngine, request: _Request, output: Output) -> StepResult | EngineError | InputError:
+def _finish(
+    engine: ShardEngine, n_vocab: int, request: _Request, output: Output
+) -> StepResult | EngineError | InputError:
     if not output.finite:
         work = request.work
         return NonFinite(
             f"NaN or Inf among the values of positions {work.position}..{work.position + len(work.tokens) - 1};"
             " the session is lost on every stage"
         )
-    if request.sampling is None or output.logits is None:
+    if output.logits is None:
+        return StepResult(output)
+    size, expected = memoryview(output.logits).nbytes, _rows(request.work) * n_vocab * _FLOAT
+    if size != expected:
+        return EngineError(f"the engine returned {size} bytes of logits; what was wanted of it is {expected} bytes")
+    if request.sampling is None:
         return StepResult(output)
     try:
         token, top = engine.sample(output.logits, request.history, request.sampling)
@@ -90,7 +99,30 @@ def _finish(engine: ShardEngine, request: _Request, output: Output) -> StepResul
     except InputError as error:
         # Too late for "nothing was changed": the tokens are committed.
         return EngineError(f"no token could be drawn after its logits were made: {error}")
+    if (problem := _misdrawn(token, top, n_vocab)) is not None:
+        return EngineError(f"the engine {problem}")
     return StepResult(output, token, top)
+
+
+def _rows(work: Work) -> int:
+    """Rows of logits that the work wants."""
+    match work.logits:
+        case LogitsWanted.NONE:
+            return 0
+        case LogitsWanted.LAST:
+            return 1
+        case _:
+            return len(work.tokens)
+
+
+def _misdrawn(token: int, top: Sequence[TopLogprob], n_vocab: int) -> str | None:
+    """What is wrong with what an engine drew; it goes to the client as it is."""
+    if len(top) > TOP_MAX:
+        return f"returned {len(top)} candidates beside a token; a reply holds {TOP_MAX}"
+    for which in (token, *(candidate.token for candidate in top)):
+        if type(which) is not int or not 0 <= which < n_vocab:
+            return f"drew token {which!r}, which is not a whole number below n_vocab {n_vocab}"
+    return None
 
 
 class Scheduler:
@@ -98,7 +130,9 @@ class Scheduler:
 
     def __init__(self, engine: ShardEngine) -> None:
         self._engine = engine
-        self._n_batch = engine.describe().context.n_batch
+        about = engine.describe()
+        self._n_batch = about.context.n_batch
+        self._n_vocab = about.n_vocab
         self._inbox, self._outbox = trio.open_memory_channel[_Request](_QUEUE)
         self._deferred: _Request | None = None
         self._lock = trio.Lock()
@@ -125,7 +159,7 @@ class Scheduler:
 
     async def _run(self, batch: list[_Request]) -> None:
         try:
-            await self._call(lambda: _execute(self._engine, batch))
+            await self._call(lambda: _execute(self._engine, self._n_vocab, batch))
         except Exception as error:
             # What one session brought must not end the engine of all: a defect is a failure of this batch alone.
             _log.exception("a batch of %d sessions meets a defect; please report this", len(batch))
