@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from dgr.client.generation import GeneratedToken, Generation
     from dgr.client.pipeline import Pipeline, Timeouts, open_pipeline_on
     from dgr.client.session import ClientSession
+    from dgr.cluster.connect import LinkPolicy, open_route
     from dgr.cluster.local import LocalCluster, ShardPolicy, open_cluster, open_pipeline
-    from dgr.cluster.remote import LinkPolicy, open_route
     from dgr.core.route import LayerRange, Route, StageRef
     from dgr.core.values import ContextParams, Numerics, SamplingParams
     from dgr.engine.base import ShardEngine
@@ -85,7 +85,7 @@ _HOMES = {
     "GeneratedToken": "dgr.client.generation",
     "Generation": "dgr.client.generation",
     "LayerRange": "dgr.core.route",
-    "LinkPolicy": "dgr.cluster.remote",
+    "LinkPolicy": "dgr.cluster.connect",
     "LlamaEngine": "dgr.engine.llama",
     "LlamaVocabulary": "dgr.engine.vocab",
     "LocalCluster": "dgr.cluster.local",
@@ -100,5 +100,5 @@ _HOMES = {
     "open_cluster": "dgr.cluster.local",
     "open_pipeline": "dgr.cluster.local",
     "open_pipeline_on": "dgr.client.pipeline",
-    "open_route": "dgr.cluster.remote",
+    "open_route": "dgr.cluster.connect",
 }

@@ -56,5 +56,5 @@ seen = drain
 @asynccontextmanager
 async def held(shard: Shard) -> AsyncIterator[None]:
     """Nothing runs on a shard for the length of the block, as behind a long step: frames queue, slots are not cleared."""
-    async with shard.stepper._lock:
+    async with shard.scheduler._lock:
         yield

@@ -19,8 +19,8 @@ from dgr.cli.streams import print_json, read_prompt
 from dgr.client.events import Event, PrefillProgress, RouteChanged, drain
 from dgr.client.generation import GeneratedToken
 from dgr.client.pipeline import Pipeline, Timeouts
+from dgr.cluster.connect import open_route
 from dgr.cluster.local import open_pipeline
-from dgr.cluster.remote import open_route
 from dgr.cluster.route_file import read_route_file
 from dgr.core.units import human_bytes
 from dgr.core.values import SamplingParams

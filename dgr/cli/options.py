@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from dgr.cluster.remote import LinkPolicy
+from dgr.cluster.connect import LinkPolicy
 from dgr.core.mtp import CONTRACT, not_executable
 from dgr.core.values import ContextParams, Numerics
 from dgr.errors import InputError

@@ -20,8 +20,8 @@ from dgr.cli.options import add_link_arguments, add_model_arguments, context_of,
 from dgr.cli.progress import progress_bar
 from dgr.cli.streams import print_json, until_input_ends
 from dgr.client.pipeline import Pipeline, Timeouts
+from dgr.cluster.connect import open_route
 from dgr.cluster.local import open_pipeline
-from dgr.cluster.remote import open_route
 from dgr.cluster.route_file import read_route_file
 from dgr.engine.vocab import LlamaVocabulary
 from dgr.errors import InputError

@@ -16,13 +16,13 @@ from dgr.artifact.artifact import Artifact
 from dgr.cli.options import add_context_arguments, add_link_arguments, context_of, link_policy_of
 from dgr.cli.progress import progress_bar, silent_bar
 from dgr.cli.streams import print_json, until_input_ends
-from dgr.cluster.remote import StageServer
+from dgr.cluster.server import StageServer
 from dgr.core.route import LayerRange
 from dgr.core.units import human_bytes
 from dgr.engine.budget import check_budget, parse_budget
 from dgr.engine.llama import LlamaEngine, estimate_memory
 from dgr.errors import InputError
-from dgr.stage.shard import LEAST_IDLE, open_shard
+from dgr.stage.shard import MIN_IDLE, open_shard
 from dgr.wire.nurseries import open_nursery
 from dgr.wire.tcp import listen
 
@@ -48,10 +48,11 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument("--ttl", type=float, default=math.inf, metavar="SECONDS", help="drop sessions idle for longer")
     parser.add_argument(
         "--least-idle",
+        dest="min_idle",
         type=float,
-        default=LEAST_IDLE,
+        default=MIN_IDLE,
         metavar="SECONDS",
-        help=f"sessions idle for less do not make room for others (default: {LEAST_IDLE:g})",
+        help=f"sessions idle for less do not make room for others (default: {MIN_IDLE:g})",
     )
     add_context_arguments(parser)
     add_link_arguments(parser)
@@ -71,8 +72,8 @@ async def _stage(args: argparse.Namespace) -> None:
     policy = link_policy_of(args)
     if not args.ttl > 0:
         raise InputError(f"--ttl is {args.ttl:g}; give the seconds after which an idle session is dropped")
-    if not args.least_idle >= 0:
-        raise InputError(f"--least-idle is {args.least_idle:g}; give 0 or more seconds")
+    if not args.min_idle >= 0:
+        raise InputError(f"--least-idle is {args.min_idle:g}; give 0 or more seconds")
     layers = LayerRange.parse(args.layers)
     context = context_of(args)
     # The port is taken before the weights are read: a wrong address shows at once.
@@ -81,9 +82,7 @@ async def _stage(args: argparse.Namespace) -> None:
     server = StageServer(policy)
     try:
         async with (
-            open_shard(
-                engine, server.dial, name=str(layers), time_to_live=args.ttl, least_idle=args.least_idle
-            ) as shard,
+            open_shard(engine, server.dial, name=str(layers), idle_timeout=args.ttl, min_idle=args.min_idle) as shard,
             open_nursery() as nursery,
         ):
             await nursery.start(server.serve, shard, listeners, tls)

@@ -17,7 +17,7 @@ from dgr.cli.exit_codes import BAD_INPUT, FAILED
 from dgr.cli.options import add_link_arguments, add_reserved_arguments, link_policy_of
 from dgr.cli.progress import Activity, progress_bar, say_above
 from dgr.cli.streams import json_line, tell
-from dgr.cluster.remote import LinkPolicy
+from dgr.cluster.connect import LinkPolicy
 from dgr.cluster.route_file import RouteFile, read_route_file
 from dgr.core.route import StageRef
 from dgr.engine.budget import available_cpus

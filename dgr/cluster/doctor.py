@@ -10,8 +10,8 @@ import trio
 from attrs import frozen
 
 from dgr.client.pipeline import Timeouts, open_pipeline_on
+from dgr.cluster.connect import LinkPolicy, RemoteConnector
 from dgr.cluster.diagnosis import next_step, own_findings, said_step
-from dgr.cluster.remote import LinkPolicy, RemoteConnector
 from dgr.cluster.route_file import RouteFile
 from dgr.core.route import Route, StageRef
 from dgr.core.values import StageIdentity

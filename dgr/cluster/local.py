@@ -22,7 +22,7 @@ from dgr.engine.llama import MOST_THREADS, LlamaEngine, estimate_memory
 from dgr.engine.vocab import LlamaVocabulary
 from dgr.errors import DgrError, InputError, LinkBroken
 from dgr.protocol.limits import limits_of
-from dgr.stage.shard import LEAST_IDLE, Shard, open_shard
+from dgr.stage.shard import MIN_IDLE, Shard, open_shard
 from dgr.wire.links import Link, LinkStatistics, open_link
 from dgr.wire.memory import memory_transports
 from dgr.wire.nurseries import cancelled_first, open_nursery
@@ -35,10 +35,10 @@ class ShardPolicy:
     """How a shard treats its sessions."""
 
     #: Seconds after which an idle session is dropped.
-    time_to_live: float = field(default=math.inf, validator=number(0))
+    idle_timeout: float = field(default=math.inf, validator=number(0))
     #: Seconds without work after which a session may have to make room for another. Between two tokens a session is idle
     #: for a moment: without this, two conversations on one slot would evict each other at every token.
-    least_idle: float = field(default=LEAST_IDLE, validator=number(0))
+    min_idle: float = field(default=MIN_IDLE, validator=number(0))
     #: Bytes of weights, state and compute buffers a stage may take; None: no limit.
     memory_budget: int | None = field(default=None, validator=optional(whole(1)))
 
@@ -87,8 +87,8 @@ class LocalCluster:
                     engine,
                     self._dial,
                     name=name,
-                    time_to_live=policy.time_to_live,
-                    least_idle=policy.least_idle,
+                    idle_timeout=policy.idle_timeout,
+                    min_idle=policy.min_idle,
                     memory_budget=policy.memory_budget,
                 ) as shard:
                     self._shards[name], self._scopes[name] = shard, scope

@@ -36,7 +36,7 @@ class SessionState(Enum):
     IDLE = "idle"
     #: A native step of this session is queued or running.
     RUNNING = "running"
-    #: Ended while a native step was running; its slot is cleared when the step returns.
+    #: Ended; its slot is cleared once no native step is running.
     CLOSING = "closing"
     #: Its values are not to be trusted; nothing but its end is accepted.
     POISONED = "poisoned"
@@ -55,6 +55,8 @@ class SessionEvent(Enum):
     FAILED = "failed"
     #: Closed by the pipeline, evicted, expired or fenced.
     END = "end"
+    #: The slot is cleared.
+    CLEARED = "cleared"
 
 
 class EpochState(Enum):
@@ -153,15 +155,13 @@ SESSION: Table[SessionState, SessionEvent] = Table(
     {
         (SessionState.IDLE, SessionEvent.WORK): SessionState.RUNNING,
         (SessionState.IDLE, SessionEvent.FAILED): SessionState.POISONED,
-        (SessionState.IDLE, SessionEvent.END): SessionState.CLOSED,
+        (SessionState.IDLE, SessionEvent.END): SessionState.CLOSING,
         (SessionState.RUNNING, SessionEvent.COMMITTED): SessionState.IDLE,
         (SessionState.RUNNING, SessionEvent.REFUSED): SessionState.IDLE,
         (SessionState.RUNNING, SessionEvent.FAILED): SessionState.POISONED,
         (SessionState.RUNNING, SessionEvent.END): SessionState.CLOSING,
-        (SessionState.CLOSING, SessionEvent.COMMITTED): SessionState.CLOSED,
-        (SessionState.CLOSING, SessionEvent.REFUSED): SessionState.CLOSED,
-        (SessionState.CLOSING, SessionEvent.FAILED): SessionState.CLOSED,
-        (SessionState.POISONED, SessionEvent.END): SessionState.CLOSED,
+        (SessionState.POISONED, SessionEvent.END): SessionState.CLOSING,
+        (SessionState.CLOSING, SessionEvent.CLEARED): SessionState.CLOSED,
     },
     SessionState.IDLE,
 )
@@ -222,7 +222,6 @@ ROUTE: Table[RouteState, RouteEvent] = Table(
         (RouteState.LIVE, RouteEvent.BREAK): RouteState.DOWN,
         (RouteState.LIVE, RouteEvent.CLOSE): RouteState.CLOSED,
         (RouteState.DOWN, RouteEvent.CHANGE): RouteState.FENCING,
-        (RouteState.DOWN, RouteEvent.BREAK): RouteState.DOWN,
         (RouteState.DOWN, RouteEvent.CLOSE): RouteState.CLOSED,
     },
     RouteState.FENCING,

@@ -14,13 +14,13 @@ from typing import Generic, TypeVar
 import trio
 from attrs import define
 
-__all__ = ["Worker"]
+__all__ = ["EngineThread"]
 
 T = TypeVar("T")
 
 
 @define
-class _Job(Generic[T]):
+class _Call(Generic[T]):
     """A call, the task that waits for it, and what came of it."""
 
     function: Callable[[], T]
@@ -37,16 +37,16 @@ class _Job(Generic[T]):
         self.token.run_sync_soon(trio.lowlevel.reschedule, self.task)
 
 
-class Worker:
+class EngineThread:
     """One thread; it starts with the first call and ends with :meth:`stop`, for good."""
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._jobs: SimpleQueue[_Job[object] | None] = SimpleQueue()
+        self._calls: SimpleQueue[_Call[object] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._stopped = False
 
-    # An interrupt between handing over the job and waiting for it would leave a job that wakes a task which has gone on.
+    # An interrupt between handing over the call and waiting for it would leave a call that wakes a task which has gone on.
     @trio.lowlevel.enable_ki_protection
     async def run(self, function: Callable[[], T]) -> T:
         """Run a call in the thread and wait for it; a cancellation is noticed before it and does not cut it short."""
@@ -57,11 +57,11 @@ class Worker:
             self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
             self._thread.start()
         results: list[T] = []
-        job = _Job(function, trio.lowlevel.current_task(), trio.lowlevel.current_trio_token(), results)
-        self._jobs.put(job)  # type: ignore[arg-type]
+        call = _Call(function, trio.lowlevel.current_task(), trio.lowlevel.current_trio_token(), results)
+        self._calls.put(call)  # type: ignore[arg-type]
         await trio.lowlevel.wait_task_rescheduled(lambda _: trio.lowlevel.Abort.FAILED)
-        if job.error is not None:
-            error, job.error = job.error, None  # no cycle of error, traceback, frame and job
+        if call.error is not None:
+            error, call.error = call.error, None  # no cycle of error, traceback, frame and call
             raise error
         return results[0]
 
@@ -69,11 +69,11 @@ class Worker:
         """End the thread and wait for its end; idempotent. No call may be in progress."""
         self._stopped = True
         if self._thread is not None:
-            self._jobs.put(None)
+            self._calls.put(None)
             self._thread.join()
             self._thread = None
 
     def _loop(self) -> None:
-        while (job := self._jobs.get()) is not None:
-            job.run()
-            del job  # nothing of a call is kept alive until the next one
+        while (call := self._calls.get()) is not None:
+            call.run()
+            del call  # nothing of a call is kept alive until the next one

@@ -9,17 +9,19 @@ from typing import TypeVar
 import trio
 from attrs import define, field, frozen
 
-from dgr.core.values import SamplingParams, StateSummary, TopLogprob
+from dgr.core.scalars import TOP_MAX
+from dgr.core.values import LogitsWanted, SamplingParams, StateSummary, TopLogprob
 from dgr.engine.base import Output, ShardEngine, Work
 from dgr.errors import EngineError, InputError, NonFinite
-from dgr.stage.engine_thread import Worker
+from dgr.stage.engine_thread import EngineThread
 
-__all__ = ["StepResult", "Stepper", "StepperStatistics"]
+__all__ = ["Scheduler", "SchedulerStatistics", "StepResult"]
 
 T = TypeVar("T")
 
 _log = logging.getLogger("dgr.shard")
 
+_FLOAT = 4
 #: Requests that may wait for the engine; each session has at most one, so the slots are the real bound.
 _QUEUE = 1024
 
@@ -34,7 +36,7 @@ class StepResult:
 
 
 @frozen
-class StepperStatistics:
+class SchedulerStatistics:
     """Counters since the shard started."""
 
     #: Native batches run.
@@ -55,8 +57,8 @@ class _Request:
     abandoned: bool = False
 
 
-def _execute(engine: ShardEngine, requests: list[_Request]) -> None:
-    """Run requests as one batch, in the worker thread. A guard's refusal is pinned on its own request."""
+def _execute(engine: ShardEngine, n_vocab: int, requests: list[_Request]) -> None:
+    """Run requests as one batch, in the engine's thread. A guard's refusal is pinned on its own request."""
     try:
         outputs = engine.run([request.work for request in requests])
     except (InputError, NonFinite) as error:
@@ -64,24 +66,31 @@ def _execute(engine: ShardEngine, requests: list[_Request]) -> None:
             requests[0].outcome = error
         else:
             for request in requests:
-                _execute(engine, [request])
+                _execute(engine, n_vocab, [request])
         return
     except EngineError as error:
         for request in requests:
             request.outcome = error
         return
     for request, output in zip(requests, outputs, strict=True):
-        request.outcome = _finish(engine, request, output)
+        request.outcome = _finish(engine, n_vocab, request, output)
 
 
-def _finish(engine: ShardEngine, request: _Request, output: Output) -> StepResult | EngineError | InputError:
+def _finish(
+    engine: ShardEngine, n_vocab: int, request: _Request, output: Output
+) -> StepResult | EngineError | InputError:
     if not output.finite:
         work = request.work
         return NonFinite(
             f"NaN or Inf among the values of positions {work.position}..{work.position + len(work.tokens) - 1};"
             " the session is lost on every stage"
         )
-    if request.sampling is None or output.logits is None:
+    if output.logits is None:
+        return StepResult(output)
+    size, expected = memoryview(output.logits).nbytes, _rows(request.work) * n_vocab * _FLOAT
+    if size != expected:
+        return EngineError(f"the engine returned {size} bytes of logits; what was wanted of it is {expected} bytes")
+    if request.sampling is None:
         return StepResult(output)
     try:
         token, top = engine.sample(output.logits, request.history, request.sampling)
@@ -90,23 +99,48 @@ def _finish(engine: ShardEngine, request: _Request, output: Output) -> StepResul
     except InputError as error:
         # Too late for "nothing was changed": the tokens are committed.
         return EngineError(f"no token could be drawn after its logits were made: {error}")
+    if (problem := _misdrawn(token, top, n_vocab)) is not None:
+        return EngineError(f"the engine {problem}")
     return StepResult(output, token, top)
 
 
-class Stepper:
+def _rows(work: Work) -> int:
+    """Rows of logits that the work wants."""
+    match work.logits:
+        case LogitsWanted.NONE:
+            return 0
+        case LogitsWanted.LAST:
+            return 1
+        case _:
+            return len(work.tokens)
+
+
+def _misdrawn(token: int, top: Sequence[TopLogprob], n_vocab: int) -> str | None:
+    """What is wrong with what an engine drew; it goes to the client as it is."""
+    if len(top) > TOP_MAX:
+        return f"returned {len(top)} candidates beside a token; a reply holds {TOP_MAX}"
+    for which in (token, *(candidate.token for candidate in top)):
+        if type(which) is not int or not 0 <= which < n_vocab:
+            return f"drew token {which!r}, which is not a whole number below n_vocab {n_vocab}"
+    return None
+
+
+class Scheduler:
     """Runs an engine. ``run`` is its loop; every other method may be called by any task."""
 
     def __init__(self, engine: ShardEngine) -> None:
         self._engine = engine
-        self._n_batch = engine.describe().context.n_batch
+        about = engine.describe()
+        self._n_batch = about.context.n_batch
+        self._n_vocab = about.n_vocab
         self._inbox, self._outbox = trio.open_memory_channel[_Request](_QUEUE)
-        self._held: _Request | None = None
+        self._deferred: _Request | None = None
         self._lock = trio.Lock()
-        self._worker = Worker("dgr-engine")
+        self._thread = EngineThread("dgr-engine")
         self._batches = self._items = self._tokens = 0
 
-    def statistics(self) -> StepperStatistics:
-        return StepperStatistics(self._batches, self._items, self._tokens)
+    def statistics(self) -> SchedulerStatistics:
+        return SchedulerStatistics(self._batches, self._items, self._tokens)
 
     async def run(self) -> None:
         """Take what is ready, run it, answer; forever. The engine's thread ends with it."""
@@ -121,11 +155,11 @@ class Stepper:
                     for request in batch:
                         request.done.set()
         finally:
-            self._worker.stop()
+            self._thread.stop()
 
     async def _run(self, batch: list[_Request]) -> None:
         try:
-            await self._call(lambda: _execute(self._engine, batch))
+            await self._call(lambda: _execute(self._engine, self._n_vocab, batch))
         except Exception as error:
             # What one session brought must not end the engine of all: a defect is a failure of this batch alone.
             _log.exception("a batch of %d sessions meets a defect; please report this", len(batch))
@@ -133,8 +167,8 @@ class Stepper:
                 request.outcome = EngineError(f"the engine failed: {type(error).__name__}: {error}")
 
     async def _next_batch(self) -> list[_Request]:
-        first = self._held if self._held is not None else await self._outbox.receive()
-        self._held = None
+        first = self._deferred if self._deferred is not None else await self._outbox.receive()
+        self._deferred = None
         batch: list[_Request] = []
         room = self._n_batch
         following: _Request | None = first
@@ -142,7 +176,7 @@ class Stepper:
             if not following.abandoned:
                 room -= len(following.work.tokens)
                 if room < 0 and batch:
-                    self._held = following
+                    self._deferred = following
                     break
                 batch.append(following)
             try:
@@ -181,7 +215,13 @@ class Stepper:
         return await self._call(lambda: self._engine.state_summary(slot))
 
     async def _call(self, function: Callable[[], T]) -> T:
-        async with self._lock:
+        try:
+            self._lock.acquire_nowait()  # whoever finds the engine free does not give up its turn of the event loop
+        except trio.WouldBlock:
+            await self._lock.acquire()
+        try:
             if self._engine.inline:
                 return function()
-            return await self._worker.run(function)
+            return await self._thread.run(function)
+        finally:
+            self._lock.release()

@@ -7,8 +7,7 @@ another. A frame that does not fit exactly what it holds is answered with a miss
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Awaitable, Callable
 
 import trio
 
@@ -21,11 +20,11 @@ from dgr.protocol.limits import INBOX
 from dgr.protocol.sampling import sampling_problem
 from dgr.protocol.states import SESSION, SessionEvent, SessionState
 from dgr.stage.ledger import Lease
-from dgr.stage.scheduler import Stepper, StepResult
+from dgr.stage.scheduler import Scheduler, StepResult
 from dgr.wire import frames
 from dgr.wire.frames import Boundary, Miss, Refusal, Tokens
 
-__all__ = ["Outlet", "SessionActor", "WorkFrame"]
+__all__ = ["SessionActor", "SessionReply", "WorkFrame"]
 
 WorkFrame = Tokens | Boundary
 
@@ -33,16 +32,14 @@ WorkFrame = Tokens | Boundary
 _Delivery = tuple[WorkFrame, memoryview | None, Callable[[], None]]
 
 
-class Outlet(Protocol):
-    """Where a session's answers go; bound to one epoch."""
+#: What a session tells the pipeline that owns it.
+SessionReply = frames.Advanced | frames.Token | frames.Logits | frames.CacheMiss | frames.Refused | frames.WorkSkipped
 
-    async def reply(self, frame: frames.Frame, payload: memoryview | bytes | None = None) -> None:
-        """To the pipeline that owns the route session."""
-        ...
+#: How a reply, with its payload if it has one, gets to the pipeline.
+Reply = Callable[[SessionReply, memoryview | bytes | None], Awaitable[None]]
 
-    async def forward(self, frame: Boundary, payload: memoryview | bytes) -> None:
-        """To the next stage."""
-        ...
+#: How a boundary gets to the next stage. Raises :class:`WireError` when it cannot.
+Forward = Callable[[Boundary, memoryview | bytes], Awaitable[None]]
 
 
 class SessionActor:
@@ -54,25 +51,27 @@ class SessionActor:
         lease: Lease,
         first_seq: int,
         *,
-        stepper: Stepper,
+        scheduler: Scheduler,
         description: StageIdentity,
-        outlet: Outlet,
-        time_to_live: float,
+        reply: Reply,
+        forward: Forward,
+        idle_timeout: float,
         on_end: Callable[[SessionActor], None],
     ) -> None:
         self.key = key
         self.lease = lease
         #: Set when the slot is cleared and the lease returned.
         self.ended = trio.Event()
-        #: What a later frame for this session is told; None when its pipeline closed it.
-        self.epitaph: Miss | None = None
+        #: Why the session ended, for later frames; None when its pipeline closed it.
+        self.end_reason: Miss | None = None
         self.last_active = trio.current_time()
         self._first_seq = first_seq
         self._cancelled_through = 0
-        self._stepper = stepper
+        self._scheduler = scheduler
         self._description = description
-        self._outlet = outlet
-        self._time_to_live = time_to_live
+        self._reply = reply
+        self._forward = forward
+        self._idle_timeout = idle_timeout
         self._on_end = on_end
         self._machine = StateMachine(SESSION)
         self._scope = trio.CancelScope()
@@ -122,16 +121,16 @@ class SessionActor:
         """Do not start queued work up to ``last_seq``."""
         self._cancelled_through = max(self._cancelled_through, last_seq)
 
-    def end(self, epitaph: Miss | None) -> None:
+    def end(self, end_reason: Miss | None) -> None:
         """Begin the end; :attr:`ended` tells when it is complete. Ending twice is harmless."""
         if self.is_ending:
             return
-        self.epitaph = epitaph
+        self.end_reason = end_reason
         self._scope.cancel()
 
     async def state_summary(self) -> StateSummary:
         """The native state summary of the slot."""
-        return await self._stepper.state_summary(self.lease.slot)
+        return await self._scheduler.state_summary(self.lease.slot)
 
     # --- its own life ---
 
@@ -144,9 +143,8 @@ class SessionActor:
             self._machine.fire(SessionEvent.END)
             try:
                 with trio.CancelScope(shield=True):
-                    await self._stepper.clear(self.lease.slot)  # waits for a step under way
-                if self._machine.state is SessionState.CLOSING:
-                    self._machine.fire(SessionEvent.COMMITTED)
+                    await self._scheduler.clear(self.lease.slot)  # waits for a step under way
+                self._machine.fire(SessionEvent.CLEARED)
                 self._on_end(self)
             finally:
                 # A slot that could not be cleared stays leased for good: what is in it must meet no other session.
@@ -155,7 +153,7 @@ class SessionActor:
 
     async def _serve(self) -> None:
         while True:
-            with trio.move_on_after(self._time_to_live) as patience:
+            with trio.move_on_after(self._idle_timeout) as patience:
                 frame, payload, consumed = await self._receive.receive()
             if patience.cancelled_caught:
                 if self._undone:
@@ -185,9 +183,9 @@ class SessionActor:
         if frame.seq < self._first_seq:
             return  # a late frame of an earlier life; nobody waits for its answer
         if frame.seq <= self._cancelled_through:
-            await self._outlet.reply(frames.WorkSkipped(self.key, frame.seq, self.position))
+            await self._reply(frames.WorkSkipped(self.key, frame.seq, self.position), None)
         elif (reason := self._missing(frame)) is not None:
-            await self._outlet.reply(frames.CacheMiss(self.key, frame.seq, reason, self.position))
+            await self._reply(frames.CacheMiss(self.key, frame.seq, reason, self.position), None)
         elif (problem := self._unacceptable(frame)) is not None:
             await self._refuse(frame, Refusal.INPUT, problem)
         else:
@@ -229,7 +227,7 @@ class SessionActor:
             self._history.extend(frame.tokens)
         self._machine.fire(SessionEvent.WORK)
         try:
-            result = await self._stepper.step(work, frame.sampling if tail else None, self._history or ())
+            result = await self._scheduler.step(work, frame.sampling if tail else None, self._history or ())
         except InputError as error:
             self._machine.fire(SessionEvent.REFUSED)
             if self._history is not None:
@@ -249,17 +247,17 @@ class SessionActor:
             size = memoryview(output.residual).nbytes
             boundary = Boundary(key, seq, frame.expect, frame.tokens, frame.logits, frame.sampling, payload=size)
             try:
-                await self._outlet.forward(boundary, output.residual)
+                await self._forward(boundary, output.residual)
             except WireError as error:
                 await self._poison(frame, Refusal.SUCCESSOR, str(error))
         elif result.token is not None:
-            await self._outlet.reply(frames.Token(key, seq, self.position, result.token, result.top))
+            await self._reply(frames.Token(key, seq, self.position, result.token, result.top), None)
         elif output.logits is not None:
             size = memoryview(output.logits).nbytes
             n_rows = size // (4 * self._description.n_vocab)
-            await self._outlet.reply(frames.Logits(key, seq, self.position, n_rows, size), output.logits)
+            await self._reply(frames.Logits(key, seq, self.position, n_rows, size), output.logits)
         else:
-            await self._outlet.reply(frames.Advanced(key, seq, self.position))
+            await self._reply(frames.Advanced(key, seq, self.position), None)
 
     async def _poison(self, frame: WorkFrame, code: Refusal, message: str) -> None:
         """The session is lost: clear its slot at once, so that nothing of it lives on."""
@@ -267,8 +265,8 @@ class SessionActor:
         self._prefix = PrefixDigest()
         if self._history is not None:
             self._history = array("i")
-        await self._stepper.clear(self.lease.slot)
+        await self._scheduler.clear(self.lease.slot)
         await self._refuse(frame, code, message)
 
     async def _refuse(self, frame: WorkFrame, code: Refusal, message: str) -> None:
-        await self._outlet.reply(frames.Refused(self.key, frame.seq, code, message[:4096]))
+        await self._reply(frames.Refused(self.key, frame.seq, code, message[:4096]), None)

@@ -1,4 +1,4 @@
-"""The shard: one engine, its stepper and ledger, and the route sessions it serves.
+"""The shard: one engine, its scheduler and ledger, and the route sessions it serves.
 
 A shard admits several route sessions. Links come in two kinds: a *control* link belongs to one pipeline and carries its
 requests and answers; a *boundary* link comes from a previous stage. The reader of either never waits.
@@ -25,7 +25,7 @@ from dgr.errors import LinkBroken, WireError
 from dgr.protocol.states import EpochState
 from dgr.stage.ledger import Lease, Ledger
 from dgr.stage.peers import close, confined, grant, say_ready
-from dgr.stage.scheduler import Stepper, StepperStatistics
+from dgr.stage.scheduler import Scheduler, SchedulerStatistics
 from dgr.stage.session import SessionActor
 from dgr.stage.supervisor import EpochSupervisor
 from dgr.wire import frames
@@ -34,12 +34,12 @@ from dgr.wire.framing import Received
 from dgr.wire.links import Link
 from dgr.wire.nurseries import cancelled_first, open_nursery
 
-__all__ = ["LEAST_IDLE", "Dialer", "Shard", "ShardStatistics", "open_shard"]
+__all__ = ["MIN_IDLE", "Dialer", "Shard", "ShardStatistics", "open_shard"]
 
 _log = logging.getLogger("dgr.shard")
 
 #: Seconds without work after which a session may have to make room for another.
-LEAST_IDLE = 1.0
+MIN_IDLE = 1.0
 
 #: (own address, successor's address) -> the boundary link between them.
 Dialer = Callable[[str, str], Awaitable[Link]]
@@ -60,8 +60,8 @@ class ShardStatistics:
     #: Sessions ended to make room for others.
     evictions: int
     #: Frames dropped because their route session is not known here.
-    strays: int
-    steps: StepperStatistics
+    unroutable_frames: int
+    steps: SchedulerStatistics
 
 
 #: Waits for epochs that no pipeline has fenced here yet; more is a flood.
@@ -97,8 +97,8 @@ class Shard:
         dial: Dialer,
         *,
         name: str,
-        time_to_live: float,
-        least_idle: float,
+        idle_timeout: float,
+        min_idle: float,
         fence_timeout: float,
         memory_budget: int | None,
     ) -> None:
@@ -109,9 +109,9 @@ class Shard:
             {f"stage {name} ({self.description.layers})": memory}, self.description.context.n_seq_max, memory_budget
         )
         self.ledger = Ledger(memory, self.description.context.n_seq_max)
-        self.stepper = Stepper(engine)
-        self.time_to_live = time_to_live
-        self.least_idle = least_idle
+        self.scheduler = Scheduler(engine)
+        self.idle_timeout = idle_timeout
+        self.min_idle = min_idle
         self.fence_timeout = fence_timeout
         self._engine = engine
         self._dial = dial
@@ -124,7 +124,7 @@ class Shard:
         self._dialing: WeakKeyDictionary[Link, trio.Lock] = WeakKeyDictionary()
         self._leasing = trio.Lock()
         self._evictions = 0
-        self._strays = 0
+        self._unroutable_frames = 0
 
     def statistics(self) -> ShardStatistics:
         return ShardStatistics(
@@ -133,8 +133,8 @@ class Shard:
             leased_bytes=self.ledger.leased_bytes,
             leased=self.ledger.leased(),
             evictions=self._evictions,
-            strays=self._strays,
-            steps=self.stepper.statistics(),
+            unroutable_frames=self._unroutable_frames,
+            steps=self.scheduler.statistics(),
         )
 
     def _actors(self) -> list[SessionActor]:
@@ -153,7 +153,7 @@ class Shard:
                 return lease
             leaving = next((actor for actor in self._actors() if actor.is_ending), None)
             if leaving is None:
-                idle_since = trio.current_time() - self.least_idle
+                idle_since = trio.current_time() - self.min_idle
                 leaving = min(
                     (actor for actor in self._actors() if actor.is_idle and actor.last_active <= idle_since),
                     key=lambda actor: actor.last_active,
@@ -231,7 +231,7 @@ class Shard:
         size = payload.nbytes
         supervisor = self._routes.get(frame.key.route)
         if supervisor is None:
-            self._strays += 1
+            self._unroutable_frames += 1
             link.grant(size)
         elif frame.key.epoch == supervisor.epoch and supervisor.predecessor != peer:
             # A fault of this route alone; others share the link.
@@ -296,7 +296,8 @@ class Shard:
                 if known is None or known.control is not link:
                     self._answer_stranger(link, frame)
                 else:
-                    await known.started.wait()  # it may have been taken over in this very moment
+                    if not known.started.is_set():  # it may have been taken over in this very moment
+                        await known.started.wait()
                     with self._blaming(known):
                         _hand_over(known, frame, payload)
             case _:
@@ -323,7 +324,7 @@ class Shard:
         self, link: Link, frame: frames.Open | frames.Close | frames.QueryState | frames.Tokens | frames.Cancel
     ) -> None:
         """A route session that is not known here holds nothing here."""
-        self._strays += 1
+        self._unroutable_frames += 1
         match frame:
             case frames.Close():
                 link.send_nowait(frames.Closed(frame.key, frame.seq, 0))
@@ -372,12 +373,12 @@ class Shard:
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve until cancelled; on the way out every session ends and every slot is cleared."""
-        # The stepper outlives the sessions, which wait for it to clear their slots, also when all is cancelled at once.
+        # The scheduler outlives the sessions, which wait for it to clear their slots, also when all is cancelled at once.
         stepping = trio.CancelScope(shield=True)
 
         async def step() -> None:
             with stepping:
-                await self.stepper.run()
+                await self.scheduler.run()
 
         async with open_nursery() as outer:
             outer.start_soon(step)
@@ -409,16 +410,16 @@ async def open_shard(
     dial: Dialer,
     *,
     name: str = "shard",
-    time_to_live: float = math.inf,
-    least_idle: float = LEAST_IDLE,
+    idle_timeout: float = math.inf,
+    min_idle: float = MIN_IDLE,
     fence_timeout: float = 30.0,
     memory_budget: int | None = None,
 ) -> AsyncIterator[Shard]:
     """Run a shard for the length of the block.
 
     ``dial(own, successor)`` returns the boundary link to a next stage; the shard reads it with :meth:`Shard.watch_successor`,
-    which the dialer starts. ``fence_timeout``: seconds a fence waits for the next stage. ``time_to_live``: seconds after
-    which an idle session is dropped; ``least_idle``: after which it may have to make room for another one.
+    which the dialer starts. ``fence_timeout``: seconds a fence waits for the next stage. ``idle_timeout``: seconds after
+    which an idle session is dropped; ``min_idle``: after which it may have to make room for another one.
     ``memory_budget``: bytes; exceeding it is refused with :class:`~dgr.errors.BudgetExceeded`. The engine is not stopped:
     it belongs to the caller.
     """
@@ -426,8 +427,8 @@ async def open_shard(
         engine,
         dial,
         name=name,
-        time_to_live=time_to_live,
-        least_idle=least_idle,
+        idle_timeout=idle_timeout,
+        min_idle=min_idle,
         fence_timeout=fence_timeout,
         memory_budget=memory_budget,
     )

@@ -19,30 +19,30 @@ from dgr.core.values import Key, StageIdentity
 from dgr.errors import DgrError, WireError
 from dgr.protocol.states import EPOCH, EpochEvent, EpochState
 from dgr.stage.ledger import Lease, Ledger
-from dgr.stage.scheduler import Stepper
-from dgr.stage.session import SessionActor, WorkFrame
+from dgr.stage.scheduler import Scheduler
+from dgr.stage.session import SessionActor, SessionReply, WorkFrame
 from dgr.wire import frames
 from dgr.wire.frames import Boundary, Miss, Refusal
 from dgr.wire.links import Link
 from dgr.wire.nurseries import open_nursery
 
-__all__ = ["EpochSupervisor", "Host"]
+__all__ = ["EpochSupervisor", "StageServices"]
 
 #: Ended sessions whose fate is remembered, to tell a late frame why.
-_EPITAPHS = 1024
+_END_REASONS = 1024
 #: Times that QueryState looks at a session that works on meanwhile.
 _PROBES = 8
 #: Control requests of one route session that may be under way at once.
 _REQUESTS = 1024
 
 
-class Host(Protocol):
+class StageServices(Protocol):
     """What the shard offers its supervisors."""
 
-    stepper: Stepper
+    scheduler: Scheduler
     ledger: Ledger
     description: StageIdentity
-    time_to_live: float
+    idle_timeout: float
     #: Seconds a fence waits for its successor.
     fence_timeout: float
 
@@ -65,7 +65,7 @@ class Host(Protocol):
 class EpochSupervisor:
     """The sessions of one route session on one shard."""
 
-    def __init__(self, route: bytes, control: Link, host: Host) -> None:
+    def __init__(self, route: bytes, control: Link, services: StageServices) -> None:
         self.route = route
         self.control = control
         self.epoch = 0
@@ -76,13 +76,13 @@ class EpochSupervisor:
         self.started = trio.Event()
         #: Set when nothing of the route session is left here.
         self.ended = trio.Event()
-        self._host = host
+        self._services = services
         self._machine = StateMachine(EPOCH)
         self._successor: Link | None = None
         self._successor_ready = trio.Event()
         #: The fence that is reaching its next stage.
         self._reaching = trio.CancelScope()
-        self._epitaphs: OrderedDict[int, Miss] = OrderedDict()
+        self._end_reasons: OrderedDict[int, Miss] = OrderedDict()
         self._scope = trio.CancelScope()
         self._nursery: trio.Nursery | None = None
         self._requests = 0
@@ -184,9 +184,9 @@ class EpochSupervisor:
     def _why_missing(self, key: Key, ending: SessionActor | None) -> Miss:
         if self.state is EpochState.FENCING:
             return Miss.FENCING
-        if ending is not None and ending.epitaph is not None:
-            return ending.epitaph
-        return self._epitaphs.get(key.session, Miss.UNKNOWN)
+        if ending is not None and ending.end_reason is not None:
+            return ending.end_reason
+        return self._end_reasons.get(key.session, Miss.UNKNOWN)
 
     def _answer(self, frame: frames.Frame) -> None:
         try:
@@ -225,9 +225,9 @@ class EpochSupervisor:
             self._machine.fire(EpochEvent.FAILED)
             self._answer(frames.Refused(Key(self.route, frame.epoch, 0), 0, Refusal.SUCCESSOR, problem[:4096]))
             return
-        self._epitaphs.clear()
+        self._end_reasons.clear()
         self._machine.fire(EpochEvent.DRAINED)
-        self._host.announce(self)
+        self._services.announce(self)
         self._answer(frames.Fenced(self.route, frame.epoch, len(old), released))
 
     async def _reach_successor(self, frame: frames.Fence) -> str | None:
@@ -235,10 +235,10 @@ class EpochSupervisor:
         if self.epoch != frame.epoch:
             return None
         scope, ready = self._reaching, self._successor_ready
-        scope.deadline = trio.current_time() + self._host.fence_timeout
+        scope.deadline = trio.current_time() + self._services.fence_timeout
         with scope:
             try:
-                successor = await self._host.dial(self.control, frame.stage, frame.successor)
+                successor = await self._services.dial(self.control, frame.stage, frame.successor)
                 if self.epoch == frame.epoch:
                     self._successor = successor
                     await successor.send(frames.AwaitReady(self.route, frame.epoch))
@@ -246,7 +246,7 @@ class EpochSupervisor:
             except DgrError as error:
                 return f"cannot reach the next stage {frame.successor}: {error}"
         if not ready.is_set():
-            return f"the next stage {frame.successor} was not ready within {self._host.fence_timeout:g} s"
+            return f"the next stage {frame.successor} was not ready within {self._services.fence_timeout:g} s"
         return None
 
     def successor_ready(self, link: Link, epoch: int) -> None:
@@ -280,28 +280,29 @@ class EpochSupervisor:
             return self._opening.get(key.session) == frame.seq
 
         # No checkpoint from here on once there is a lease: either it gets its actor or it goes back.
-        lease = await self._host.lease((key, frame.seq), wanted)
+        lease = await self._services.lease((key, frame.seq), wanted)
         if not wanted():  # fenced or closed meanwhile; a Close has its own answer
             self._admits(key, frame.seq)
             if lease is not None:
-                self._host.ledger.release(lease)
+                self._services.ledger.release(lease)
             return
         del self._opening[key.session]
         if lease is None:
-            self._answer(frames.Refused(key, frame.seq, Refusal.OVERLOADED, self._host.ledger.refusal()))
+            self._answer(frames.Refused(key, frame.seq, Refusal.OVERLOADED, self._services.ledger.refusal()))
             return
         actor = SessionActor(
             key,
             lease,
             frame.seq,
-            stepper=self._host.stepper,
-            description=self._host.description,
-            outlet=_Outlet(self, key.epoch),
-            time_to_live=self._host.time_to_live,
+            scheduler=self._services.scheduler,
+            description=self._services.description,
+            reply=self._reply,
+            forward=self._forward,
+            idle_timeout=self._services.idle_timeout,
             on_end=self._ended,
         )
         self.sessions[key.session] = actor
-        self._epitaphs.pop(key.session, None)
+        self._end_reasons.pop(key.session, None)
         assert self._nursery is not None
         self._nursery.start_soon(actor.run)
         self._answer(frames.Opened(key, frame.seq, lease.total))
@@ -331,7 +332,7 @@ class EpochSupervisor:
         if actor is not None:
             await actor.ended.wait()
         if key.epoch == self.epoch:
-            self._epitaphs.pop(key.session, None)
+            self._end_reasons.pop(key.session, None)
         self._answer(frames.Closed(key, frame.seq, 0 if actor is None else actor.lease.total))
 
     async def _probe(self, frame: frames.QueryState) -> None:
@@ -352,21 +353,24 @@ class EpochSupervisor:
             if key.epoch == self.epoch and not actor.is_ending and summary.position == actor.position:
                 self._answer(frames.StateReport(key, frame.seq, actor.digest, summary))
                 return
+            await trio.lowlevel.checkpoint()  # a step ended, and its actor has yet to take note of it
         problem = "the session does not stand still: ask for its state when it is idle"
         self._answer(frames.Refused(key, frame.seq, Refusal.PROTOCOL, problem))
 
     def _ended(self, actor: SessionActor) -> None:
         """An actor's slot is cleared: take its bytes back."""
-        self._host.ledger.release(actor.lease)
+        self._services.ledger.release(actor.lease)
         del self.sessions[actor.key.session]
-        if actor.epitaph is not None:
-            self._epitaphs[actor.key.session] = actor.epitaph
-            while len(self._epitaphs) > _EPITAPHS:
-                self._epitaphs.popitem(last=False)
+        if actor.end_reason is not None:
+            self._end_reasons[actor.key.session] = actor.end_reason
+            while len(self._end_reasons) > _END_REASONS:
+                self._end_reasons.popitem(last=False)
 
-    async def reply(self, epoch: int, frame: frames.Frame, payload: memoryview | bytes | None) -> None:
-        """To the pipeline, if the epoch is still the one the answer belongs to."""
-        if epoch != self.epoch:
+    # --- what sessions send ---
+
+    async def _reply(self, frame: SessionReply, payload: memoryview | bytes | None) -> None:
+        """To the pipeline, if the reply is of the present epoch."""
+        if frame.key.epoch != self.epoch:
             return
         try:
             await self.control.send(frame, payload)
@@ -374,24 +378,10 @@ class EpochSupervisor:
             # As in _answer: the control link's reader ends this route session.
             return
 
-    async def forward(self, epoch: int, frame: Boundary, payload: memoryview | bytes) -> None:
-        """To the successor, if the epoch is still the one the boundary belongs to."""
-        if epoch != self.epoch:
+    async def _forward(self, frame: Boundary, payload: memoryview | bytes) -> None:
+        """To the successor, if the boundary is of the present epoch."""
+        if frame.key.epoch != self.epoch:
             return
         if self._successor is None:
             raise WireError("this stage has no successor in the current epoch")
         await self._successor.send(frame, payload)
-
-
-class _Outlet:
-    """A session's way out, bound to its epoch."""
-
-    def __init__(self, supervisor: EpochSupervisor, epoch: int) -> None:
-        self._supervisor = supervisor
-        self._epoch = epoch
-
-    async def reply(self, frame: frames.Frame, payload: memoryview | bytes | None = None) -> None:
-        await self._supervisor.reply(self._epoch, frame, payload)
-
-    async def forward(self, frame: Boundary, payload: memoryview | bytes) -> None:
-        await self._supervisor.forward(self._epoch, frame, payload)

@@ -1,7 +1,8 @@
 """Links: a transport, a framer, one reader and one writer.
 
 The reader is whoever iterates over the link; it must never wait for a caller, so that any byte is read as soon as it
-comes. One writer task alone writes (a cancelled send would leave half a frame). Control messages go first. Payloads take
+comes. One writer task alone waits for the transport (a cancelled send would leave half a frame); a transport inside this
+process takes what it has room for at once, in the same order. Control messages go first. Payloads take
 turns, fragment by fragment, so that no session waits for another's long prefill; a session has one payload under way at a
 time, so that its frames arrive in the order in which they were sent. The payloads under way are bounded in bytes and in
 number; :meth:`Link.send` waits for room, first come first served.
@@ -19,17 +20,18 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import trio
 from attrs import frozen
 
-from dgr.core.values import Key
 from dgr.errors import ClosedError, FrameError, LinkBroken, Overloaded
 from dgr.wire.frames import Boundary, Credit, Frame, Logits, Ping, Pong
-from dgr.wire.framing import Framer, Limits, Packet, Received, encode
+from dgr.wire.framing import Framer, Limits, Received, encode
+from dgr.wire.memory import DirectTransport
 from dgr.wire.nurseries import open_nursery
+from dgr.wire.outbox import Outbox, Outgoing
 
 __all__ = ["Link", "LinkStatistics", "open_link"]
 
@@ -42,12 +44,10 @@ _JOINED = 65536
 _CONTROL_QUEUE = 4096
 #: Payloads that may wait for room; more is a flood of our own and is refused.
 _WAITING = 4096
-#: Streams are numbered 1..65535 on the wire; 0 stands for "no payload".
-_LAST_STREAM = 65535
 #: Heartbeats without a byte after which the other side is given up.
 _SILENT_BEATS = 3
 #: Nonce of a Ping that asks for a sign of life; the answer to it is nobody's business but the link's.
-_LIFE = 2**63 - 1
+_KEEPALIVE = 2**63 - 1
 
 
 @frozen
@@ -62,44 +62,18 @@ class LinkStatistics:
     bytes_queued: int
 
 
-class _Outgoing:
-    """A frame with its payload: first waiting for room, then under way."""
-
-    __slots__ = ("admitted", "left", "packets", "session", "settled", "size", "stream")
-
-    def __init__(self, packets: Iterator[Packet], session: Key, stream: int, size: int) -> None:
-        self.packets = packets
-        self.session = session
-        self.stream = stream
-        self.size = size
-        #: Bytes of the payload that the writer has not written.
-        self.left = size
-        self.admitted = False
-        #: Set when it is admitted, or when the link ends first.
-        self.settled = trio.Event()
-
-
 class Link:
     """One end of a link. Made by :func:`open_link`; iterate over it to receive."""
 
     def __init__(self, transport: trio.abc.Stream, limits: Limits, name: str, heartbeat: float | None) -> None:
         self.name = name
         self.limits = limits
-        #: Payload bytes the other side takes before it grants more; None: any number.
-        self._credit: int | None = None
-        #: What it took at first; it can never grant more than that.
-        self._most_credit = 0
         self._heartbeat = heartbeat
         self._transport = transport
+        #: Where bytes go without a turn of the event loop for the writer. One with a heartbeat has to see each write.
+        self._direct = transport if heartbeat is None and isinstance(transport, DirectTransport) else None
         self._framer = Framer(limits)
-        self._control: deque[Packet] = deque()
-        self._waiting: deque[_Outgoing] = deque()
-        self._turns: deque[_Outgoing] = deque()
-        #: Sessions with a payload under way.
-        self._sessions: set[Key] = set()
-        self._streams: set[int] = set()
-        self._stream = 0
-        self._queued = 0
+        self._outbox = Outbox(limits)
         self._work = trio.Event()
         self._idle = trio.lowlevel.ParkingLot()
         #: When the last byte came, and when a sign of life was last asked for.
@@ -111,17 +85,17 @@ class Link:
         self._end: Exception | None = None
         self._closed = False
         self._broken: str | None = None
-        self._frames_sent = self._frames_received = self._bytes_sent = self._bytes_received = 0
+        self._frames_received = self._bytes_sent = self._bytes_received = 0
 
     def __repr__(self) -> str:
         return f"<Link {self.name}>"
 
     def statistics(self) -> LinkStatistics:
         return LinkStatistics(
-            self._frames_sent, self._frames_received, self._bytes_sent, self._bytes_received, self._queued
+            self._outbox.frames, self._frames_received, self._bytes_sent, self._bytes_received, self._outbox.queued
         )
 
-    def agree(
+    def apply_limits(
         self, limits: Limits, credit: int | None, granted: int | None = None, *, incoming: Limits | None = None
     ) -> None:
         """Take the limits and the first credits that a handshake settled; nothing with a payload may be under way.
@@ -129,10 +103,10 @@ class Link:
         ``credit`` and ``granted`` as in :func:`open_link`. ``incoming``: what may come, where that is less than what may
         be sent.
         """
-        self.limits = limits
+        self.limits = self._outbox.limits = limits
         self._framer.limits = limits if incoming is None else incoming
-        self._credit = credit
-        self._most_credit = credit or 0
+        self._outbox.credit = credit
+        self._outbox.most_credit = credit or 0
         self._framer.allowance = granted
 
     # --- sending ---
@@ -146,19 +120,18 @@ class Link:
 
     async def flush(self) -> None:
         """Wait until everything queued is written, or the link ends."""
-        while (self._control or self._turns or self._writing_now) and self._is_open:
+        while (self._outbox or self._writing_now) and self._is_open:
             await self._idle.park()
 
     def send_nowait(self, frame: Frame) -> None:
         """Queue a frame that has no payload, ahead of all payloads."""
         self._check_open()
         packets = encode(frame, None, 0, self.limits)
-        if len(self._control) >= _CONTROL_QUEUE:
+        if len(self._outbox.control) >= _CONTROL_QUEUE:
             self._break(f"more than {_CONTROL_QUEUE} control messages wait; the other side does not read")
             raise Overloaded(f"link {self.name}: {self._broken}")
-        self._control.extend(packets)
-        self._frames_sent += 1
-        self._work.set()
+        self._outbox.add_control(packets)
+        self._start_writing()
 
     async def send(self, frame: Frame, payload: bytes | bytearray | memoryview | None = None) -> None:
         """Queue a frame; with a payload, wait until there is room for it.
@@ -171,71 +144,33 @@ class Link:
             self.send_nowait(frame)
         else:
             outgoing = self._prepare(frame, payload)
-            self._waiting.append(outgoing)
-            self._admit()
+            self._outbox.add(outgoing)
+            self._start_writing()
             if not outgoing.admitted:
                 await self._wait_for_room(outgoing)
                 return
         await trio.lowlevel.cancel_shielded_checkpoint()
 
-    def _prepare(self, frame: Frame, payload: bytes | bytearray | memoryview) -> _Outgoing:
+    def _prepare(self, frame: Frame, payload: bytes | bytearray | memoryview) -> Outgoing:
         self._check_open()
-        stream = self._free_stream()
+        stream = self._outbox.free_stream()
         packets = encode(frame, payload, stream, self.limits)
         if not isinstance(frame, Boundary | Logits):
             raise FrameError(f"{type(frame).__name__} has no payload; send it without one")
-        if len(self._waiting) >= _WAITING:
+        if len(self._outbox.waiting) >= _WAITING:
             raise Overloaded(f"link {self.name}: {_WAITING} payloads wait for room already")
-        self._streams.add(stream)
-        return _Outgoing(packets, frame.key, stream, frame.payload)
+        return Outgoing(packets, frame.key, stream, frame.payload)
 
-    def _free_stream(self) -> int:
-        while True:
-            self._stream = self._stream % _LAST_STREAM + 1
-            if self._stream not in self._streams:
-                return self._stream
-
-    async def _wait_for_room(self, outgoing: _Outgoing) -> None:
+    async def _wait_for_room(self, outgoing: Outgoing) -> None:
         try:
             await outgoing.settled.wait()
         except trio.Cancelled:
             # Between the cancellation and this line it may have got room (and is sent), or the link may have ended.
-            if outgoing in self._waiting:
-                self._waiting.remove(outgoing)
-                self._streams.discard(outgoing.stream)
-                self._admit()  # it may have stood before others
+            self._outbox.withdraw(outgoing)
+            self._start_writing()
             raise
         if not outgoing.admitted:
             self._check_open()
-
-    def _admit(self) -> None:
-        """Let waiting payloads get under way: in order, one per session, within the limits."""
-        passed_over: list[_Outgoing] = []
-        behind = set(self._sessions)
-        while self._waiting and len(self._sessions) < self.limits.streams:
-            outgoing = self._waiting[0]
-            if outgoing.session in behind:
-                passed_over.append(self._waiting.popleft())
-            elif self._lacks_room(outgoing.size):
-                break  # smaller payloads behind it must not pass it, or it might wait forever
-            else:
-                self._waiting.popleft()
-                self._sessions.add(outgoing.session)
-                self._queued += outgoing.size
-                if self._credit is not None:
-                    self._credit -= outgoing.size
-                self._frames_sent += 1
-                self._turns.append(outgoing)
-                outgoing.admitted = True
-                outgoing.settled.set()
-                self._work.set()
-            behind.add(outgoing.session)
-        self._waiting.extendleft(reversed(passed_over))
-
-    def _lacks_room(self, size: int) -> bool:
-        if self._credit is not None and size > self._credit:
-            return True
-        return bool(self._queued) and self._queued + size > self.limits.under_way
 
     @property
     def _is_open(self) -> bool:
@@ -250,23 +185,11 @@ class Link:
     async def _write(self) -> None:
         while True:
             if self._heartbeat is not None and trio.current_time() >= max(self._heard, self._asked) + self._heartbeat:
-                self._ask_for_life()  # what is sent does not tell whether the other side lives
-            if self._control:
-                await self._put(*self._control.popleft())
-            elif self._turns:
-                outgoing = self._turns.popleft()
-                head, body = next(outgoing.packets)
-                if body is None and outgoing.left:  # the message; the first fragment goes with it
-                    more, body = next(outgoing.packets)
-                    head += more
-                outgoing.left -= await self._put(head, body)
-                if outgoing.left:
-                    self._turns.append(outgoing)
-                else:
-                    self._sessions.discard(outgoing.session)
-                    self._streams.discard(outgoing.stream)
-                    self._queued -= outgoing.size
-                    self._admit()
+                self._ask_keepalive()  # what is sent does not tell whether the other side lives
+            if self._outbox:
+                head, body, outgoing = self._outbox.next_packet()
+                await self._put(head, body)
+                self._outbox.written(outgoing, 0 if body is None else body.nbytes)
             else:
                 self._idle.unpark_all()
                 self._work = trio.Event()
@@ -276,15 +199,27 @@ class Link:
                 with trio.move_on_after(self._heartbeat) as quiet:
                     await self._work.wait()
                 if quiet.cancelled_caught:
-                    self._ask_for_life()
+                    self._ask_keepalive()
 
-    def _ask_for_life(self) -> None:
+    def _start_writing(self) -> None:
+        """Write what waits, as far as the transport takes it at once; the writer does the rest."""
+        if self._direct is not None and not self._writing_now and self._is_open:
+            while self._outbox and self._outbox.next_size() <= self._direct.send_room:
+                head, body, outgoing = self._outbox.next_packet()
+                data = head if body is None else b"".join((head, body))
+                self._direct.send_nowait(data)
+                self._bytes_sent += len(data)
+                self._outbox.written(outgoing, len(data) - len(head))
+        if self._outbox:
+            self._work.set()
+
+    def _ask_keepalive(self) -> None:
         self._asked = trio.current_time()
-        if self._is_open and len(self._control) < _CONTROL_QUEUE:
-            self.send_nowait(Ping(_LIFE))
+        if self._is_open and len(self._outbox.control) < _CONTROL_QUEUE:
+            self.send_nowait(Ping(_KEEPALIVE))
 
-    async def _put(self, head: bytes, body: memoryview | None) -> int:
-        """Write a packet, or a message and its first fragment; gives the payload bytes in it."""
+    async def _put(self, head: bytes, body: memoryview | None) -> None:
+        """Write a packet, or a message and its first fragment."""
         size = 0 if body is None else body.nbytes
         self._writing_now = True
         if body is not None and size <= _JOINED:
@@ -295,7 +230,6 @@ class Link:
                 await self._transport.send_all(body)
         self._bytes_sent += len(head) + size
         self._writing_now = False
-        return size
 
     async def _run_writer(self) -> None:
         try:
@@ -319,8 +253,7 @@ class Link:
 
     def _settle_all(self) -> None:
         self._idle.unpark_all()
-        while self._waiting:
-            self._waiting.popleft().settled.set()
+        self._outbox.close()
 
     # --- receiving ---
 
@@ -342,10 +275,10 @@ class Link:
                 await self._fill()
             self._frames_received += 1
             received = self._received.popleft()
-            if not self._is_housekeeping(received.frame):
+            if not self._handle_link_frame(received.frame):
                 return received
 
-    def _is_housekeeping(self, frame: Frame) -> bool:
+    def _handle_link_frame(self, frame: Frame) -> bool:
         """Deal with what concerns the link alone."""
         match frame:
             case Credit():
@@ -353,21 +286,22 @@ class Link:
             case Ping():
                 if frame.nonce and self._is_open:
                     self.send_nowait(Pong(frame.nonce))
-            case Pong() if frame.nonce == _LIFE:
+            case Pong() if frame.nonce == _KEEPALIVE:
                 pass  # that it came is all it says
             case _:
                 return False
         return True
 
     def _take_credit(self, n_bytes: int) -> None:
-        if self._credit is None:
+        outbox = self._outbox
+        if outbox.credit is None:
             return
-        if n_bytes > self._most_credit - self._credit:
-            taken = self._most_credit - self._credit
+        if n_bytes > (taken := outbox.most_credit - outbox.credit):
             self._refuse(FrameError(f"{n_bytes} bytes of credit came back; {taken} bytes of payload were sent on it"))
             return
-        self._credit += n_bytes
-        self._admit()
+        outbox.credit += n_bytes
+        outbox.admit()
+        self._start_writing()
 
     def _refuse(self, error: FrameError) -> None:
         """The other side broke the protocol: nothing more of it is taken."""
@@ -433,7 +367,7 @@ async def open_link(
     of life; three without a byte end it (None: a silent peer is waited for).
     """
     link = Link(transport, limits, name, heartbeat)
-    link.agree(limits, credit, granted)
+    link.apply_limits(limits, credit, granted)
     async with open_nursery() as nursery:
         nursery.start_soon(link._run_writer)
         try:

@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import operator
+from typing import Protocol, runtime_checkable
 
 import trio
 
-__all__ = ["memory_transports"]
+__all__ = ["DirectTransport", "memory_transports"]
 
 #: Bytes handed over at a time.
 _CHUNK = 65536
 #: Chunks of 64 KiB that a memory transport holds each way.
 _MEMORY_CHUNKS = 16
+
+
+@runtime_checkable
+class DirectTransport(Protocol):
+    """A transport that can take bytes without waiting."""
+
+    @property
+    def send_room(self) -> int:
+        """Bytes that :meth:`send_nowait` takes now."""
+        ...
+
+    def send_nowait(self, data: bytes) -> None:
+        """Hand over at most :attr:`send_room` bytes."""
+        ...
 
 
 class _MemoryTransport(trio.abc.Stream):
@@ -31,6 +46,19 @@ class _MemoryTransport(trio.abc.Stream):
         for start in range(0, view.nbytes, _CHUNK):
             # A copy: the two ends share no buffer, exactly as over a socket.
             await self._send.send(bytes(view[start : start + _CHUNK]))
+
+    @property
+    def send_room(self) -> int:
+        """Bytes that :meth:`send_nowait` takes now; 0 when an end is closed, so that :meth:`send_all` tells why."""
+        seen = self._send.statistics()
+        if self._closed or not seen.open_receive_channels or seen.tasks_waiting_send:
+            return 0
+        return (_MEMORY_CHUNKS - seen.current_buffer_used) * _CHUNK
+
+    def send_nowait(self, data: bytes) -> None:
+        """Hand over at most :attr:`send_room` bytes without a turn of the event loop."""
+        for start in range(0, len(data), _CHUNK):
+            self._send.send_nowait(data[start : start + _CHUNK])
 
     async def wait_send_all_might_not_block(self) -> None:
         await trio.lowlevel.checkpoint()

@@ -20,7 +20,7 @@ import dgr.cli.up
 from dgr.cli.children import python_module
 from dgr.cli.command_line import _parser
 from dgr.cli.up import _keep, stage_command
-from dgr.cluster.remote import LinkPolicy
+from dgr.cluster.connect import LinkPolicy
 from dgr.cluster.route_file import RouteFile
 from dgr.core.route import LayerRange, Route, StageRef
 from dgr.wire.tcp import Credentials

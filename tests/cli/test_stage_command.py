@@ -21,7 +21,7 @@ from dgr.artifact.artifact import Artifact
 from dgr.cli import main
 from dgr.cli.options import add_link_arguments, link_policy_of
 from dgr.cli.up import stage_command
-from dgr.cluster.remote import LinkPolicy
+from dgr.cluster.connect import LinkPolicy
 from dgr.cluster.route_file import read_route_file
 from dgr.core.route import LayerRange, StageRef
 from dgr.wire.tcp import Credentials

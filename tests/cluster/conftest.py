@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from remote_stages import HANDSHAKE, Authority
 
-from dgr.cluster.remote import LinkPolicy
+from dgr.cluster.connect import LinkPolicy
 
 
 @pytest.fixture

@@ -17,7 +17,8 @@ import trustme
 
 from dgr.client.events import Event
 from dgr.client.pipeline import Pipeline, Timeouts, open_pipeline_on
-from dgr.cluster.remote import LinkPolicy, RemoteConnector, StageServer
+from dgr.cluster.connect import LinkPolicy, RemoteConnector
+from dgr.cluster.server import StageServer
 from dgr.core.route import LayerRange, Route, StageRef
 from dgr.core.values import ContextParams, StageIdentity
 from dgr.errors import DgrError, LinkBroken
@@ -173,7 +174,7 @@ class Hosts:
         between = sum(len(server.leaving) for server in servers)
         return (
             all((shard.routes, shard.sessions, shard.leased_bytes) == (0, 0, 0) for shard in shards)
-            and all(server.strangers == 0 for server in servers)
+            and all(server.handshaking == 0 for server in servers)
             and sum(server.links for server in servers) == between
         )
 
@@ -268,7 +269,7 @@ async def greeted(
             answer = (await anext(link)).frame
             if isinstance(answer, Welcome):
                 about = FakeEngine(answer.identity.layers, CONTEXT, model=MODEL).describe()
-                link.agree(limits_of(about), None)
+                link.apply_limits(limits_of(about), None)
             yield link, answer
 
 

@@ -9,7 +9,7 @@ import trio
 from cancel_at import CancelAt
 from remote_stages import TWO, answer_of, open_hosts, reference
 
-from dgr.cluster.remote import LinkPolicy
+from dgr.cluster.connect import LinkPolicy
 
 #: Where Linux lists what a process has open.
 FILES = Path("/proc/self/fd")

@@ -14,8 +14,8 @@ from conversations import seen
 from remote_stages import HANDSHAKE, THREE, TWO, Authority, Hosts, open_hosts, read_to_end
 
 from dgr.cluster import doctor
+from dgr.cluster.connect import LinkPolicy
 from dgr.cluster.diagnosis import own_findings
-from dgr.cluster.remote import LinkPolicy
 from dgr.cluster.route_file import RouteFile
 from dgr.core.route import LayerRange, Route, StageRef
 from dgr.errors import LinkBroken

@@ -11,7 +11,7 @@ from hostile import Talker, raw, talk
 from msgspec.structs import replace
 from remote_stages import CONTEXT, HANDSHAKE, TWO, Host, client, connected, open_hosts, stage
 
-from dgr.cluster.remote import LinkPolicy
+from dgr.cluster.connect import LinkPolicy
 from dgr.core.route import LayerRange
 from dgr.errors import DgrError
 from dgr.testing.engines.fake import FakeEngine

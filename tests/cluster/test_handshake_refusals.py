@@ -34,7 +34,7 @@ from remote_stages import (
 )
 
 from dgr.client.pipeline import open_pipeline_on
-from dgr.cluster.remote import LinkPolicy, RemoteConnector
+from dgr.cluster.connect import LinkPolicy, RemoteConnector
 from dgr.core.prefix import PrefixDigest
 from dgr.core.route import LayerRange, Route, StageRef
 from dgr.core.values import Expectation, Key, Numerics

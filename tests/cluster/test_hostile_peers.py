@@ -36,7 +36,7 @@ from remote_stages import (
 )
 
 from dgr.client.pipeline import open_pipeline_on
-from dgr.cluster.remote import LinkPolicy
+from dgr.cluster.connect import LinkPolicy
 from dgr.core.route import Route, StageRef
 from dgr.core.values import Expectation, Key
 from dgr.errors import DgrError, FrameError, LinkBroken
@@ -65,7 +65,7 @@ _ANSWER = 0.01
 
 async def refused(host: Host, *, but: int = 0) -> None:
     """Until the stage is rid of whoever came, ``but`` for so many links."""
-    await until(lambda: host.server.statistics().strangers == 0 and host.server.statistics().links == but, DEADLINE)
+    await until(lambda: host.server.statistics().handshaking == 0 and host.server.statistics().links == but, DEADLINE)
 
 
 async def dial_and_speak(address: str, credentials: Credentials | None) -> None:
@@ -231,7 +231,7 @@ async def test_connections_that_say_nothing_are_bounded_and_make_room() -> None:
             for _ in range(12):
                 nursery.start_soon(_be_silent, stages[0].address)
             await until(lambda: stages[0].server.statistics().refused >= 8)
-            assert stages[0].server.statistics().strangers <= 4
+            assert stages[0].server.statistics().handshaking <= 4
         await refused(stages[0])
         assert stages[0].server.statistics().refused == 12
         await hosts.assert_serving(stages)
@@ -272,7 +272,7 @@ async def _flood(host: Host, link: Link, flood: Iterator[frames.Frame], *, but: 
 
     async def send() -> None:
         for frame in flood:
-            while len(link._control) > 1000:
+            while len(link._outbox.control) > 1000:
                 await trio.sleep(0)  # noqa: ASYNC115
                 link._check_open()
             link.send_nowait(frame)

@@ -30,7 +30,7 @@ from remote_stages import (
 
 from dgr.client.events import RePrefilled, RouteChanged, RouteDown
 from dgr.client.pipeline import Timeouts, open_pipeline_on
-from dgr.cluster.remote import LinkPolicy
+from dgr.cluster.connect import LinkPolicy
 from dgr.core.prefix import PrefixDigest
 from dgr.core.route import Route, StageRef
 from dgr.core.values import Expectation, Key, StageIdentity
@@ -347,7 +347,7 @@ async def test_a_slow_stage_holds_back_its_sender(policy: LinkPolicy) -> None:
                         control.send_nowait(Ping(7))
                         assert (await anext(control)).frame == frames.Pong(7)
                 assert head.engine.tokens_run == 36
-                assert (tail.engine.tokens_run, link._credit, link.statistics().bytes_queued) == (0, 0, 0)
+                assert (tail.engine.tokens_run, link._outbox.credit, link.statistics().bytes_queued) == (0, 0, 0)
                 (actor,) = tail.shard._actors()
                 assert actor._undone == 8
             assert answers == [reference(prompt, 4)]

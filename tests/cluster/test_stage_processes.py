@@ -20,8 +20,8 @@ import dgr
 from dgr.cli.keys import make_keys
 from dgr.client.events import RePrefilled, RouteDown
 from dgr.client.pipeline import Pipeline, Timeouts, open_pipeline_on
+from dgr.cluster.connect import LinkPolicy, RemoteConnector
 from dgr.cluster.doctor import examine
-from dgr.cluster.remote import LinkPolicy, RemoteConnector
 from dgr.cluster.route_file import format_route_file
 from dgr.core.route import LayerRange, Route, StageRef
 from dgr.errors import DeadlineExceeded

@@ -15,7 +15,7 @@ from remote_stages import HANDSHAKE, Host, denied, identity, open_hosts
 
 from dgr.cli.logs import _OneLine, _RefusedConnections
 from dgr.cluster import visitors
-from dgr.cluster.remote import LinkPolicy
+from dgr.cluster.connect import LinkPolicy
 from dgr.cluster.visitors import VisitorLog
 from dgr.errors import FrameError, LinkBroken
 from dgr.testing.waits import until

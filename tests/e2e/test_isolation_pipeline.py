@@ -76,7 +76,7 @@ async def test_an_act_on_one_session(small, prompt, open_stages, act):
 
 
 async def test_an_eviction(small, prompt, open_stages):
-    policy = dgr.ShardPolicy(least_idle=0)
+    policy = dgr.ShardPolicy(min_idle=0)
     async with open_stages(small, SPLIT, CONTEXT, policy=policy) as running, AsyncExitStack() as stack:
         oldest, kept, late = [await stack.enter_async_context(running.pipeline.session()) for _ in range(3)]
         for seed, session in enumerate((oldest, kept, late)):

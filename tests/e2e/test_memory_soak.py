@@ -89,7 +89,7 @@ class Growth:
 
 async def growth(open_stages, path, prompt, sessions: int, leak=lambda: None) -> Growth:
     """Open and end sessions, after a warm-up that fills every pool."""
-    async with open_stages(path, SPLIT, CONTEXT, chunk=16, policy=dgr.ShardPolicy(least_idle=0)) as running:
+    async with open_stages(path, SPLIT, CONTEXT, chunk=16, policy=dgr.ShardPolicy(min_idle=0)) as running:
         life = Life(running, prompt)
         for _ in range(60):
             await life.one()

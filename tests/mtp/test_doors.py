@@ -16,9 +16,10 @@ from msgspec.structs import replace
 import dgr
 from dgr.artifact.artifact import Artifact
 from dgr.cli import main
+from dgr.cluster.connect import LinkPolicy, RemoteConnector
 from dgr.cluster.local import open_cluster
-from dgr.cluster.remote import LinkPolicy, RemoteConnector, StageServer
 from dgr.cluster.route_file import read_route_file
+from dgr.cluster.server import StageServer
 from dgr.core.mtp import CONTRACT, asks_for_mtp, refuse_capabilities, refuse_value
 from dgr.core.route import LayerRange, Route, StageRef
 from dgr.core.values import StageIdentity

@@ -89,7 +89,7 @@ async def open_stages(
     """All stages of some splits; nothing may be left when the block ends."""
     async with open_cluster() as cluster:
         # Idle sessions make room at once, so that a test need not wait for it.
-        stages = Stages(cluster, context, policy or ShardPolicy(least_idle=0))
+        stages = Stages(cluster, context, policy or ShardPolicy(min_idle=0))
         for name in dict.fromkeys(name for split in splits for name in split.split(",")):
             await stages.start(name)
         yield stages

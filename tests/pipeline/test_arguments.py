@@ -17,8 +17,8 @@ from harness import TWO, open_stages
 
 import dgr
 from dgr.client.pipeline import Pipeline, Timeouts
+from dgr.cluster.connect import LinkPolicy
 from dgr.cluster.local import ShardPolicy
-from dgr.cluster.remote import LinkPolicy
 from dgr.core.values import ContextParams, Expectation, Key, Numerics, SamplingParams
 from dgr.errors import InputError, InvalidLayerRange, InvalidToken
 from dgr.protocol.sampling import check_sampling, sampling_problem
@@ -33,8 +33,8 @@ NAN = math.nan
 ABSURD = {
     Timeouts: {"reply": (NAN, -1, "1", None, True), "control": (NAN,), "route": (NAN, -math.inf)},
     ShardPolicy: {
-        "time_to_live": (NAN, -1, "9", None, True),
-        "least_idle": (NAN, -0.1, None),
+        "idle_timeout": (NAN, -1, "9", None, True),
+        "min_idle": (NAN, -0.1, None),
         "memory_budget": (NAN, 0, 1.5, "1GiB", True, math.inf),
     },
     LinkPolicy: {
@@ -64,7 +64,7 @@ def test_an_absurd_option_is_refused_by_name(struct: type, name: str, value: obj
 
 def test_sensible_options_are_taken() -> None:
     Timeouts(reply=math.inf, control=0, route=1)
-    ShardPolicy(time_to_live=math.inf, least_idle=0, memory_budget=2**40)
+    ShardPolicy(idle_timeout=math.inf, min_idle=0, memory_budget=2**40)
     LinkPolicy(handshake=0.1, heartbeat=1, max_links=1, allow_plain=True)
     ContextParams(n_ctx=2**31 - 1, numerics=Numerics.NATIVE)
 

@@ -66,7 +66,7 @@ def a_whole_life(engine: type[FakeEngine], split: str) -> Callable[..., Coroutin
         shards: list[Shard] = []
         try:
             async with open_cluster() as cluster:
-                stages = Stages(cluster, CONTEXT, ShardPolicy(least_idle=0))
+                stages = Stages(cluster, CONTEXT, ShardPolicy(min_idle=0))
                 for name in (*split.split(","), "0:6"):
                     await stages.start(name, engine(LayerRange.parse(name), CONTEXT))
                     shards.append(stages.shard(name))
@@ -91,21 +91,21 @@ def no_defects(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 @pytest.mark.parametrize("engine", [FakeEngine, Threaded])
 def test_everything_under_one_timeout_ends_quietly(engine: type[FakeEngine]) -> None:
     stride = 11 if engine is Threaded else 7
-    assert at_every_step(a_whole_life(engine, TWO), stride) > 300
+    assert at_every_step(a_whole_life(engine, TWO), stride) > 250
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("split", [TWO, THREE])
 @pytest.mark.parametrize("engine", [FakeEngine, Threaded])
 def test_everything_under_one_timeout_ends_quietly_at_every_single_step(engine: type[FakeEngine], split: str) -> None:
-    assert at_every_step(a_whole_life(engine, split)) > 300
+    assert at_every_step(a_whole_life(engine, split)) > 250
 
 
 @pytest.mark.parametrize("engine", [FakeEngine, Threaded])
 def test_stages_that_stay_hold_nothing_of_a_pipeline_that_was_cancelled(engine: type[FakeEngine]) -> None:
     async def live(begin: Callable[[], None]) -> None:
         async with open_cluster() as cluster:
-            stages = Stages(cluster, CONTEXT, ShardPolicy(least_idle=0))
+            stages = Stages(cluster, CONTEXT, ShardPolicy(min_idle=0))
             with trio.CancelScope(shield=True):
                 for name in TWO.split(","):
                     await stages.start(name, engine(LayerRange.parse(name), CONTEXT))
@@ -169,7 +169,7 @@ def test_what_a_block_raises_leaves_as_it_is(raised: BaseException, beside_a_tim
     async def main() -> None:
         with trio.CancelScope() as scope:
             async with open_cluster() as cluster:
-                stages = Stages(cluster, CONTEXT, ShardPolicy(least_idle=0))
+                stages = Stages(cluster, CONTEXT, ShardPolicy(min_idle=0))
                 for name in TWO.split(","):
                     await stages.start(name)
                 async with stages.pipeline(TWO) as pipeline, pipeline.session() as session:

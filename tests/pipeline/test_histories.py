@@ -163,9 +163,9 @@ class Watched:
             self._check_answer(link, frame)
             send_nowait(link, frame)
 
-        def watched_end(actor: SessionActor, epitaph: Miss | None) -> None:
+        def watched_end(actor: SessionActor, end_reason: Miss | None) -> None:
             assert self._fencing in (None, actor.key.route), "a fence reached another pipeline's session"
-            end(actor, epitaph)
+            end(actor, end_reason)
 
         def watched_begin(supervisor: EpochSupervisor, frame: frames.Fence) -> list[SessionActor] | None:
             self._fencing = supervisor.route
@@ -425,7 +425,7 @@ class Histories(RuleBasedStateMachine):
     def hold_a_stage(self, name: int) -> None:
         """A long native step: what comes queues, and no slot is cleared."""
         which = self.pick(self.shard_names(), name)
-        if which in self.holds or self.stages.shard(which).stepper._lock.locked():
+        if which in self.holds or self.stages.shard(which).scheduler._lock.locked():
             return
 
         self.holds[which] = trio.Event()

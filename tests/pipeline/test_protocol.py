@@ -117,7 +117,7 @@ async def test_what_was_never_here_is_unknown(autojump_clock: trio.abc.Clock) ->
         miss = frames.CacheMiss(hand.key(1, 0), 1, Miss.UNKNOWN, 0)
         assert await hand.say(hand.work(1, 1, [1], epoch=0)) == [miss]
         assert await hand.say(frames.QueryState(hand.key(1, 0), 1)) == [miss]
-        assert stages.shard(WHOLE).statistics().strays == 2
+        assert stages.shard(WHOLE).statistics().unroutable_frames == 2
         await hand.say(hand.fence(1))
         assert await hand.say(hand.work(1, 1, [1])) == [frames.CacheMiss(hand.key(1), 1, Miss.UNKNOWN, 0)]
         assert await hand.say(frames.QueryState(hand.key(1), 1)) == [frames.CacheMiss(hand.key(1), 1, Miss.UNKNOWN, 0)]
@@ -125,7 +125,7 @@ async def test_what_was_never_here_is_unknown(autojump_clock: trio.abc.Clock) ->
 
 async def test_the_fate_of_an_ended_session_is_told(autojump_clock: trio.abc.Clock) -> None:
     context = replace(CONTEXT, n_seq_max=1)
-    policy = ShardPolicy(time_to_live=50.0, least_idle=0)
+    policy = ShardPolicy(idle_timeout=50.0, min_idle=0)
     async with open_stages(WHOLE, context=context, policy=policy) as stages, by_hand(stages) as hand:
         await hand.begin()
         await hand.say(hand.open(2, 1))
@@ -467,11 +467,11 @@ async def test_boundaries_are_taken_from_the_stage_before_and_from_no_one_else(
             await stranger.send(evolve_key(boundary, STRANGER), payload)
             await rest()
             assert stages.engines["2:6"].position(0) == 2
-            assert tail.statistics().strays == 1
+            assert tail.statistics().unroutable_frames == 1
             stranger.send_nowait(frames.Ping(0))  # the link lives
             assert await take(session.generate([3], max_tokens=2)) == reference([1, 2, 3], 2)
             assert session.committed == 4
-            assert stranger._credit == limits.under_way, "every payload's credit came back"
+            assert stranger._outbox.credit == limits.under_way, "every payload's credit came back"
         nursery.cancel_scope.cancel()
 
 

@@ -307,7 +307,7 @@ async def test_closing_from_another_task_ends_the_answer(autojump_clock: trio.ab
 
 async def test_an_idle_session_expires_and_comes_back(autojump_clock: trio.abc.Clock) -> None:
     async with (
-        open_stages(TWO, policy=ShardPolicy(time_to_live=50.0)) as stages,
+        open_stages(TWO, policy=ShardPolicy(idle_timeout=50.0)) as stages,
         stages.pipeline(TWO) as pipeline,
         pipeline.session() as session,
     ):
@@ -324,7 +324,7 @@ async def test_an_idle_session_expires_and_comes_back(autojump_clock: trio.abc.C
 
 async def test_use_keeps_a_session_from_expiring(autojump_clock: trio.abc.Clock) -> None:
     async with (
-        open_stages(TWO, policy=ShardPolicy(time_to_live=50.0)) as stages,
+        open_stages(TWO, policy=ShardPolicy(idle_timeout=50.0)) as stages,
         stages.pipeline(TWO) as pipeline,
         pipeline.session() as session,
     ):
@@ -339,7 +339,7 @@ async def test_use_keeps_a_session_from_expiring(autojump_clock: trio.abc.Clock)
 async def test_work_that_comes_as_a_session_expires_is_answered(autojump_clock: trio.abc.Clock) -> None:
     """Taken or refused as expired, but not forgotten: a lost frame would cost its sender the whole deadline."""
     async with (
-        open_stages(TWO, policy=ShardPolicy(time_to_live=50.0)) as stages,
+        open_stages(TWO, policy=ShardPolicy(idle_timeout=50.0)) as stages,
         stages.pipeline(TWO) as pipeline,
         pipeline.session() as session,
     ):
@@ -417,7 +417,7 @@ async def test_busy_sessions_are_not_evicted_and_the_refusal_shows_the_arithmeti
 
 async def test_two_answers_on_one_slot_do_not_evict_each_other_token_by_token(autojump_clock: trio.abc.Clock) -> None:
     context = replace(CONTEXT, n_seq_max=1)
-    policy = ShardPolicy(least_idle=1.0)
+    policy = ShardPolicy(min_idle=1.0)
     async with (
         open_stages(TWO, context=context, policy=policy) as stages,
         stages.pipeline(TWO) as pipeline,

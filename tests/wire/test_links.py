@@ -17,7 +17,7 @@ from wire_samples import DIGEST, FLASH, ROUTE, SMALL, boundary, key, logits, raw
 from dgr.core.values import Expectation, Key, SamplingParams
 from dgr.errors import ClosedError, FrameError, LinkBroken, Overloaded
 from dgr.testing.network.relay import Relay, open_relay
-from dgr.wire import links
+from dgr.wire import links, outbox
 from dgr.wire.frames import Boundary, Credit, Frame, Ping, Pong, Refusal, Refused, Token, Tokens
 from dgr.wire.framing import HEADER_SIZE, Limits, Received
 from dgr.wire.links import Link, open_link
@@ -161,7 +161,7 @@ async def test_without_one_payload_per_session_the_order_would_break(
     numbers = itertools.count(100)
 
     class Mutant(Link):
-        def _prepare(self, frame: Frame, payload: bytes | bytearray | memoryview) -> links._Outgoing:
+        def _prepare(self, frame: Frame, payload: bytes | bytearray | memoryview) -> outbox.Outgoing:
             outgoing = super()._prepare(frame, payload)
             outgoing.session = key(next(numbers))  # every payload passes for one of a session of its own
             return outgoing
@@ -203,7 +203,7 @@ async def test_more_sessions_than_streams_take_turns_and_never_break_the_link(au
 
 
 async def test_stream_numbers_are_used_again(monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock) -> None:
-    monkeypatch.setattr(links, "_LAST_STREAM", 4)
+    monkeypatch.setattr(outbox, "_LAST_STREAM", 4)
     async with linked() as pair:
         for seq in range(1, 20):
             await pair.left.send(*boundary(seq=seq))
@@ -729,6 +729,7 @@ async def test_without_credit_payloads_wait_and_control_frames_do_not(autojump_c
         assert order_of(await take(pair.right, 1)) == {3: [1]}
         pair.right.grant(16)
         assert order_of(await take(pair.right, 1)) == {4: [1]}
+        await wait_all_tasks_blocked()  # the bytes may be there before their sender wakes
         assert done == [1, 2, 3, 4]
         nursery.cancel_scope.cancel()
 
@@ -803,8 +804,8 @@ async def test_limits_and_credits_settled_by_a_handshake_hold_from_then_on(autoj
         right = await stack.enter_async_context(open_link(far, tiny))
         with pytest.raises(FrameError):
             await left.send(*boundary(n_tokens=8))
-        left.agree(SMALL, 128)
-        right.agree(SMALL, None, 128)
+        left.apply_limits(SMALL, 128)
+        right.apply_limits(SMALL, None, 128)
         await left.send(*boundary(n_tokens=8))
         assert order_of(await take(right, 1)) == {1: [1]}
         with trio.move_on_after(1) as scope:

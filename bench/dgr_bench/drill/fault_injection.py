@@ -17,7 +17,7 @@ from attrs import frozen
 
 from dgr import ClientSession, Generation, LinkPolicy, Pipeline, Timeouts, open_pipeline, open_pipeline_on
 from dgr.client.events import RePrefilled, RouteChanged, RouteDown, StateLost, drain
-from dgr.cluster.remote import RemoteConnector
+from dgr.cluster.connect import RemoteConnector
 from dgr.cluster.route_file import RouteFile
 from dgr.core.values import ContextParams
 from dgr.errors import DeadlineExceeded, DgrError

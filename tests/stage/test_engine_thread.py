@@ -9,32 +9,32 @@ from queue import SimpleQueue
 import pytest
 import trio
 
-from dgr.stage.engine_thread import Worker
+from dgr.stage.engine_thread import EngineThread
 
 
 async def test_calls_run_in_one_thread_in_order() -> None:
-    worker, seen = Worker("a worker"), []
+    engine_thread, seen = EngineThread("an engine thread"), []
 
     async def call(number: int) -> None:
-        seen.append(await worker.run(lambda: (number, threading.current_thread().name)))
+        seen.append(await engine_thread.run(lambda: (number, threading.current_thread().name)))
 
     async with trio.open_nursery() as nursery:
         for number in range(3):
             nursery.start_soon(call, number)
-    worker.stop()
-    assert sorted(seen) == [(number, "a worker") for number in range(3)]
+    engine_thread.stop()
+    assert sorted(seen) == [(number, "an engine thread") for number in range(3)]
 
 
 async def test_an_error_reaches_the_caller_and_the_thread_goes_on() -> None:
-    worker = Worker("a worker")
+    engine_thread = EngineThread("an engine thread")
     with pytest.raises(ZeroDivisionError):
-        await worker.run(lambda: 1 // 0)
-    assert await worker.run(lambda: 7) == 7
-    worker.stop()
+        await engine_thread.run(lambda: 1 // 0)
+    assert await engine_thread.run(lambda: 7) == 7
+    engine_thread.stop()
 
 
 async def test_a_cancellation_waits_for_the_call_that_began() -> None:
-    worker, began, go, ended = Worker("a worker"), trio.Event(), threading.Event(), []
+    engine_thread, began, go, ended = EngineThread("an engine thread"), trio.Event(), threading.Event(), []
     token = trio.lowlevel.current_trio_token()
 
     def call() -> None:
@@ -43,26 +43,26 @@ async def test_a_cancellation_waits_for_the_call_that_began() -> None:
         ended.append(True)
 
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(worker.run, call)
+        nursery.start_soon(engine_thread.run, call)
         await began.wait()
         nursery.cancel_scope.cancel()
         go.set()
     assert ended
     with trio.CancelScope() as scope:
         scope.cancel()
-        await worker.run(lambda: ended.append(False))
+        await engine_thread.run(lambda: ended.append(False))
     assert ended == [True]
-    worker.stop()
+    engine_thread.stop()
 
 
 async def test_the_thread_ends_for_good() -> None:
-    worker = Worker("a worker")
-    thread = await worker.run(threading.current_thread)
-    worker.stop()
+    engine_thread = EngineThread("an engine thread")
+    thread = await engine_thread.run(threading.current_thread)
+    engine_thread.stop()
     assert not thread.is_alive()
-    with pytest.raises(RuntimeError, match="a worker was stopped"):
-        await worker.run(lambda: 1)
-    worker.stop()
+    with pytest.raises(RuntimeError, match="an engine thread was stopped"):
+        await engine_thread.run(lambda: 1)
+    engine_thread.stop()
 
 
 class _Interrupting:
@@ -72,9 +72,9 @@ class _Interrupting:
         self.get = queue.get
         self._queue = queue
 
-    def put(self, job: object) -> None:
-        self._queue.put(job)
-        if job is not None:
+    def put(self, call: object) -> None:
+        self._queue.put(call)
+        if call is not None:
             signal.raise_signal(signal.SIGINT)
 
 
@@ -82,15 +82,15 @@ def test_an_interrupt_between_handing_over_and_waiting_is_an_interrupt() -> None
     done = []
 
     async def main() -> None:
-        worker = Worker("a worker")
-        worker._jobs = _Interrupting(worker._jobs)
+        engine_thread = EngineThread("an engine thread")
+        engine_thread._calls = _Interrupting(engine_thread._calls)
         try:
-            await worker.run(lambda: done.append(True))
+            await engine_thread.run(lambda: done.append(True))
             await trio.lowlevel.checkpoint()
         finally:
-            worker.stop()
+            engine_thread.stop()
 
     with pytest.raises(KeyboardInterrupt):
         trio.run(main)
     assert done == [True]
-    assert not any(thread.name == "a worker" for thread in threading.enumerate())
+    assert not any(thread.name == "an engine thread" for thread in threading.enumerate())

@@ -1,190 +1,32 @@
-"""Stages in other processes: how a link to one is opened, and how a stage takes links."""
+"""A stage's server: it takes links of pipelines and previous stages for one shard, and opens those to next stages."""
 
 from __future__ import annotations
 
 import logging
 import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import trio
-from attrs import evolve, field, frozen
+from attrs import frozen
 
-from dgr.client.pipeline import Pipeline, Timeouts, open_pipeline_on
-from dgr.cluster.route_file import RouteFile, read_route_file
+from dgr.cluster.connect import LinkPolicy, arriving_limits, first_frame, open_greeted
 from dgr.cluster.visitors import VisitorLog, says_something
-from dgr.core.arguments import check_instance, flag, instance, number, optional, whole
-from dgr.core.mtp import refuse_value
-from dgr.core.values import StageIdentity
-from dgr.engine.vocab import LlamaVocabulary
-from dgr.errors import (
-    DeadlineExceeded,
-    DgrError,
-    FrameError,
-    InputError,
-    InvalidRoute,
-    LinkBroken,
-    Overloaded,
-    PeerRefused,
-)
+from dgr.errors import DgrError, FrameError, InputError, InvalidRoute, Overloaded
 from dgr.protocol.identity import check_alike, check_neighbours, check_wants
 from dgr.protocol.limits import limits_of
 from dgr.stage.shard import Shard
-from dgr.v4.state_map import ContextShape
 from dgr.wire import frames
 from dgr.wire.frames import Denied, Hello, Role, Welcome
-from dgr.wire.framing import Limits, Received
 from dgr.wire.handshake import HANDSHAKE_LIMITS, exchange_preamble
 from dgr.wire.links import Link, LinkStatistics, open_link
 from dgr.wire.nurseries import open_nursery
-from dgr.wire.tcp import Credentials, Transport, accept_tls, dial, names_host, parse_address, peer_names
+from dgr.wire.tcp import Transport, accept_tls, names_host, parse_address, peer_names
 
-__all__ = ["LinkPolicy", "RemoteConnector", "ServerStatistics", "StageServer", "open_route"]
+__all__ = ["ServerStatistics", "StageServer"]
 
 _log = logging.getLogger("dgr.links")
-
-
-@frozen
-class LinkPolicy:
-    """How links between processes behave."""
-
-    #: TLS credentials of this process; None: plain TCP, on loopback only unless ``allow_plain``.
-    credentials: Credentials | None = field(default=None, validator=optional(instance(Credentials)))
-    allow_plain: bool = field(default=False, validator=flag())
-    #: Seconds for connecting, for TLS and for the handshake, each.
-    handshake: float = field(default=10.0, validator=number(0, above=True))
-    #: Seconds after which an idle link shows a sign of life; a peer silent for three is given up.
-    heartbeat: float = field(default=2.0, validator=number(0, above=True))
-    #: Links a stage holds at once, as many connections that are not greeted yet, and as many links to next stages; more
-    #: are refused as they come.
-    max_links: int = field(default=64, validator=whole(1))
-
-
-def _arriving(limits: Limits, role: Role) -> Limits:
-    """What may come from whoever opened a link: residuals from a stage, and no payload from anyone else."""
-    return evolve(limits, n_vocab=0, boundary_width=limits.boundary_width if role is Role.STAGE else 0)
-
-
-async def _first_frame(link: Link, seconds: float, what: str) -> Received:
-    with trio.move_on_after(seconds):
-        async for received in link:
-            return received
-        raise LinkBroken(f"{link.name}: the other side closed the link instead of {what}")
-    raise DeadlineExceeded(f"{link.name}: no {what} within {seconds:g} s")
-
-
-@asynccontextmanager
-async def _open(address: str, policy: LinkPolicy, hello: Hello) -> AsyncIterator[tuple[Link, Welcome]]:
-    """A link to a stage, greeted and agreed on."""
-    transport = await dial(
-        address, credentials=policy.credentials, allow_plain=policy.allow_plain, seconds=policy.handshake
-    )
-    try:
-        await exchange_preamble(transport, policy.handshake)
-    except BaseException:
-        await trio.aclose_forcefully(transport)
-        raise
-    async with open_link(transport, HANDSHAKE_LIMITS, name=f"to {address}", heartbeat=policy.heartbeat) as link:
-        link.send_nowait(hello)
-        answer = (await _first_frame(link, policy.handshake, "Welcome")).frame
-        match answer:
-            case Welcome():
-                limits = limits_of(answer.identity)
-                if answer.credit < limits.under_way // 2:
-                    raise FrameError(
-                        f"stage {address} takes {answer.credit} bytes of payload at a time; one boundary of"
-                        f" {limits.n_batch} tokens is {limits.under_way // 2}"
-                    )
-                # A next stage answers without payloads; the tail sends logits to a client.
-                incoming = _arriving(limits, Role.PIPELINE) if hello.role is Role.STAGE else None
-                link.agree(limits, answer.credit, incoming=incoming)
-                yield link, answer
-            case Denied():
-                raise PeerRefused(f"stage {address} refused the link: {answer.message}")
-            case _:
-                raise FrameError(f"stage {address} answered Hello with {type(answer).__name__}")
-
-
-class RemoteConnector:
-    """Opens control links to stages over TCP; the :class:`~dgr.client.pipeline.Connector` of a client.
-
-    ``artifact`` and ``context``: what the stages must be and run with, where the caller knows.
-    """
-
-    def __init__(
-        self,
-        policy: LinkPolicy,
-        *,
-        name: str = "pipeline",
-        wants: tuple[str, ...] = ("decode",),
-        artifact: str | None = None,
-        context: Mapping[str, Any] | None = None,
-    ) -> None:
-        self._policy = policy
-        self._hello = Hello(Role.PIPELINE, name, None, wants)
-        self._artifact = artifact
-        self._context = dict(context or {})
-
-    @asynccontextmanager
-    async def __call__(self, address: str) -> AsyncIterator[tuple[Link, StageIdentity]]:
-        async with _open(address, self._policy, self._hello) as (link, welcome):
-            self._check(address, welcome.identity)
-            yield link, welcome.identity
-
-    def _check(self, address: str, identity: StageIdentity) -> None:
-        if self._artifact is not None and identity.artifact != self._artifact:
-            raise InvalidRoute(f"stage {address} runs artifact {identity.artifact}; the route is for {self._artifact}")
-        for name, wanted in self._context.items():
-            has = getattr(identity.context, name)
-            rounded = ContextShape(wanted).n_ctx_seq if name == "n_ctx" else wanted  # as upstream rounds it
-            if has not in (wanted, rounded):
-                raise InvalidRoute(f"stage {address} runs with {name} = {has}; the route is for {wanted}")
-
-
-@asynccontextmanager
-async def open_route(
-    route: str | Path | RouteFile,
-    *,
-    policy: LinkPolicy | None = None,
-    model: str | Path | None = None,
-    chunk: int | None = None,
-    window: int | None = None,
-    retries: int = 2,
-    timeouts: Timeouts | None = None,
-    mtp: None = None,
-) -> AsyncIterator[Pipeline]:
-    """A pipeline over stages in other processes, as a route file names them; leaving the block closes its links.
-
-    ``model``: a GGUF whose vocabulary to use (default: the route file's ``model``); without one, prompts are token ids and
-    answers have no text. ``policy``: links (default: TLS with the route file's credentials). ``chunk``, ``window``,
-    ``retries``, ``timeouts``: as in :func:`~dgr.client.pipeline.open_pipeline_on`, which also says what is raised when
-    stages cannot be had. ``mtp`` is reserved: None. Raises :class:`~dgr.errors.InvalidRoute` for a bad route file,
-    :class:`~dgr.errors.ArtifactError` for a bad ``model``, :class:`~dgr.errors.MtpNotExecutable`, and
-    :class:`~dgr.errors.InputError` for any other value.
-    """
-    refuse_value("mtp", mtp)
-    check_instance("route", route, str, Path, RouteFile)
-    file = route if isinstance(route, RouteFile) else await trio.to_thread.run_sync(read_route_file, route)
-    if policy is None:
-        policy = LinkPolicy(credentials=None if file.tls is None else Credentials(*file.tls))
-    check_instance("policy", policy, LinkPolicy)
-    connector = RemoteConnector(policy, artifact=file.artifact, context=file.context)
-    with ExitStack() as stack:
-        path = model or file.model
-        vocabulary = None if path is None else stack.enter_context(LlamaVocabulary(path))
-        async with open_pipeline_on(
-            connector,
-            file.route,
-            vocabulary=vocabulary,
-            chunk=chunk,
-            window=window,
-            retries=retries,
-            timeouts=timeouts,
-        ) as pipeline:
-            yield pipeline
 
 
 @frozen
@@ -193,8 +35,8 @@ class ServerStatistics:
 
     #: Links that came and are served now.
     links: int
-    #: Connections that are not greeted yet.
-    strangers: int
+    #: Connections whose handshake is under way.
+    handshaking: int
     #: Links served since the start.
     accepted: int
     #: Connections since the start that never became links.
@@ -216,7 +58,7 @@ class StageServer:
         self._next: dict[tuple[str, str], Link] = {}
         self._dialing: dict[tuple[str, str], trio.Lock] = {}
         self._visitors = VisitorLog()
-        self._links = self._strangers = self._accepted = self._refused = 0
+        self._links = self._handshaking = self._accepted = self._refused = 0
 
     @property
     def _served(self) -> Shard:
@@ -225,7 +67,7 @@ class StageServer:
 
     def statistics(self) -> ServerStatistics:
         leaving = {pair: link.statistics() for pair, link in self._next.items()}
-        return ServerStatistics(self._links, self._strangers, self._accepted, self._refused, leaving)
+        return ServerStatistics(self._links, self._handshaking, self._accepted, self._refused, leaving)
 
     # --- towards the next stage ---
 
@@ -264,7 +106,7 @@ class StageServer:
         ours = self._served.description
         started = False
         try:
-            async with _open(successor, self._policy, Hello(Role.STAGE, own, ours)) as (link, welcome):
+            async with open_greeted(successor, self._policy, Hello(Role.STAGE, own, ours)) as (link, welcome):
                 check_alike(f"stage {successor}", welcome.identity, ours)
                 check_neighbours(ours, welcome.identity)
                 self._next[own, successor] = link
@@ -302,14 +144,14 @@ class StageServer:
 
     async def _take(self, context: ssl.SSLContext | None, stream: trio.SocketStream) -> None:
         who = _where_from(stream)
-        if self._strangers >= self._policy.max_links:
+        if self._handshaking >= self._policy.max_links:
             self._refused += 1
             self._visitors.left(
-                who, Overloaded(f"{self._strangers} connections are not greeted yet; this one was closed")
+                who, Overloaded(f"{self._handshaking} connections are not greeted yet; this one was closed")
             )
             await trio.aclose_forcefully(stream)
             return
-        self._strangers += 1
+        self._handshaking += 1
         greeted = False
         try:
             if not await says_something(stream, self._policy.handshake):
@@ -318,7 +160,7 @@ class StageServer:
             transport = await accept_tls(stream, context, self._policy.handshake)
             async with self._greet(transport) as (link, serve):
                 greeted = True
-                self._strangers -= 1
+                self._handshaking -= 1
                 self._accepted += 1
                 self._links += 1
                 await serve(link)
@@ -333,7 +175,7 @@ class StageServer:
             if greeted:
                 self._links -= 1
             else:
-                self._strangers -= 1
+                self._handshaking -= 1
                 self._refused += 1
             with trio.CancelScope(shield=True):
                 await trio.aclose_forcefully(stream)
@@ -344,7 +186,7 @@ class StageServer:
         seconds = self._policy.handshake
         await exchange_preamble(transport, seconds)
         async with open_link(transport, HANDSHAKE_LIMITS, name="a new link", heartbeat=self._policy.heartbeat) as link:
-            hello = (await _first_frame(link, seconds, "Hello")).frame
+            hello = (await first_frame(link, seconds, "Hello")).frame
             try:
                 serve = self._admit(hello, transport)
             except (InputError, FrameError) as error:
@@ -356,7 +198,7 @@ class StageServer:
             link.name = f"from {hello.name!r}"
             limits = limits_of(self._served.description)
             link.send_nowait(Welcome(self._served.description, limits.under_way))
-            link.agree(limits, None, limits.under_way, incoming=_arriving(limits, hello.role))
+            link.apply_limits(limits, None, limits.under_way, incoming=arriving_limits(limits, hello.role))
             yield link, serve
 
     def _admit(self, hello: frames.Frame, transport: Transport) -> Callable[[Link], Awaitable[None]]:

@@ -1,0 +1,151 @@
+"""What waits to be written on a link, and whose turn it is: pure bookkeeping, without I/O.
+
+Control messages go first. Payloads take turns, fragment by fragment; a session has one under way at a time. Those under way
+are bounded in bytes and in number, and by the credit that the other side granted.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+import trio
+
+from dgr.core.values import Key
+from dgr.wire.framing import HEADER_SIZE, Limits, Packet
+
+__all__ = ["Outbox", "Outgoing"]
+
+#: Streams are numbered 1..65535 on the wire; 0 stands for "no payload".
+_LAST_STREAM = 65535
+
+
+class Outgoing:
+    """A frame with its payload: first waiting for room, then under way."""
+
+    __slots__ = ("admitted", "left", "packets", "session", "settled", "size", "stream")
+
+    def __init__(self, packets: Iterator[Packet], session: Key, stream: int, size: int) -> None:
+        self.packets = packets
+        self.session = session
+        self.stream = stream
+        self.size = size
+        #: Bytes of the payload that the writer has not written.
+        self.left = size
+        self.admitted = False
+        #: Set when it is admitted, or when the link ends first.
+        self.settled = trio.Event()
+
+
+class Outbox:
+    """The frames of one end of a link that are not written yet."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.limits = limits
+        #: Payload bytes the other side takes before it grants more; None: any number.
+        self.credit: int | None = None
+        #: What it took at first; it can never grant more than that.
+        self.most_credit = 0
+        self.control: deque[Packet] = deque()
+        #: Payloads that wait for room.
+        self.waiting: deque[Outgoing] = deque()
+        #: Payloads under way.
+        self.turns: deque[Outgoing] = deque()
+        #: Their bytes.
+        self.queued = 0
+        #: Frames taken for sending.
+        self.frames = 0
+        #: Sessions with a payload under way.
+        self._sessions: set[Key] = set()
+        self._streams: set[int] = set()
+        self._stream = 0
+
+    def __bool__(self) -> bool:
+        """Whether there is something to write now."""
+        return bool(self.control or self.turns)
+
+    def add_control(self, packets: Iterator[Packet]) -> None:
+        self.control.extend(packets)
+        self.frames += 1
+
+    def add(self, outgoing: Outgoing) -> None:
+        """Take a frame with a payload; it gets under way now or when there is room."""
+        self._streams.add(outgoing.stream)
+        self.waiting.append(outgoing)
+        self.admit()
+
+    def withdraw(self, outgoing: Outgoing) -> None:
+        """Take back a frame that still waits for room; it may have stood before others."""
+        if outgoing in self.waiting:
+            self.waiting.remove(outgoing)
+            self._streams.discard(outgoing.stream)
+            self.admit()
+
+    def close(self) -> None:
+        """Nothing more is written: whoever waits for room is woken."""
+        while self.waiting:
+            self.waiting.popleft().settled.set()
+
+    def free_stream(self) -> int:
+        while True:
+            self._stream = self._stream % _LAST_STREAM + 1
+            if self._stream not in self._streams:
+                return self._stream
+
+    def admit(self) -> None:
+        """Let waiting payloads get under way: in order, one per session, within the limits."""
+        passed_over: list[Outgoing] = []
+        behind = set(self._sessions)
+        while self.waiting and len(self._sessions) < self.limits.streams:
+            outgoing = self.waiting[0]
+            if outgoing.session in behind:
+                passed_over.append(self.waiting.popleft())
+            elif self._lacks_room(outgoing.size):
+                break  # nobody overtakes it for want of bytes, or it might wait forever
+            else:
+                self.waiting.popleft()
+                self._sessions.add(outgoing.session)
+                self.queued += outgoing.size
+                if self.credit is not None:
+                    self.credit -= outgoing.size
+                self.frames += 1
+                self.turns.append(outgoing)
+                outgoing.admitted = True
+                outgoing.settled.set()
+            behind.add(outgoing.session)
+        self.waiting.extendleft(reversed(passed_over))
+
+    def _lacks_room(self, size: int) -> bool:
+        if self.credit is not None and size > self.credit:
+            return True
+        return bool(self.queued) and self.queued + size > self.limits.under_way
+
+    def next_packet(self) -> tuple[bytes, memoryview | None, Outgoing | None]:
+        """What is written next, and the frame with a payload that it belongs to. Something must wait."""
+        if self.control:
+            return *self.control.popleft(), None
+        outgoing = self.turns.popleft()
+        head, body = next(outgoing.packets)
+        if body is None and outgoing.left:  # the message; the first fragment goes with it
+            more, body = next(outgoing.packets)
+            head += more
+        return head, body, outgoing
+
+    def written(self, outgoing: Outgoing | None, size: int) -> None:
+        """``size`` bytes of a payload were written; the next in turn follows."""
+        if outgoing is None:
+            return
+        outgoing.left -= size
+        if outgoing.left:
+            self.turns.append(outgoing)
+        else:
+            self._sessions.discard(outgoing.session)
+            self._streams.discard(outgoing.stream)
+            self.queued -= outgoing.size
+            self.admit()
+
+    def next_size(self) -> int:
+        """Most bytes that :meth:`next_packet` may return."""
+        if self.control:
+            return len(self.control[0][0])
+        return 2 * HEADER_SIZE + self.limits.message + min(self.turns[0].left, self.limits.fragment)
