@@ -101,7 +101,8 @@ class Stepper:
         self._n_batch = engine.describe().context.n_batch
         self._inbox, self._outbox = trio.open_memory_channel[_Request](_QUEUE)
         self._held: _Request | None = None
-        self._lock = trio.Lock()
+        #: Whoever holds it has the engine alone; steps, cleared slots and summaries wait.
+        self.engine_lock = trio.Lock()
         self._worker = Worker("dgr-engine")
         self._batches = self._items = self._tokens = 0
 
@@ -181,7 +182,7 @@ class Stepper:
         return await self._call(lambda: self._engine.state_summary(slot))
 
     async def _call(self, function: Callable[[], T]) -> T:
-        async with self._lock:
+        async with self.engine_lock:
             if self._engine.inline:
                 return function()
             return await self._worker.run(function)
