@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from remote_stages import HANDSHAKE, Authority
+from remote.remote_stages import HANDSHAKE, Authority
 
 from dgr.cluster.remote import LinkPolicy
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import trio
 from cancel_at import CancelAt
-from remote_stages import TWO, answer_of, open_hosts, reference
+from remote.remote_stages import TWO, answer_of, open_hosts, reference
 
 from dgr.cluster.remote import LinkPolicy
 
