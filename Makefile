@@ -43,7 +43,7 @@ test: build
 	$(BIN)/python -m pytest -m "not slow and not native_reference and not llama_bench and not fuzz and not kernel_builds"
 
 test-long: build
-	$(BIN)/python -m pytest -m "slow or native_reference"
+	$(BIN)/python -m pytest -m "(slow or native_reference) and not fuzz and not kernel_builds"
 
 test-fuzz: build
 	$(BIN)/python -m pytest -m fuzz

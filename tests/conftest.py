@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
 import pytest
+from fixture_types import Model, Parallel, PipelineLogits, Prompt
 
 import dgr
 from dgr.core.values import ContextParams
@@ -36,31 +37,35 @@ def exact_here() -> ExactnessRecord:
 
 
 @pytest.fixture(scope="session")
-def model(exact_here: ExactnessRecord) -> Callable[..., Path]:
+def model(exact_here: ExactnessRecord) -> Model:
     """``model(weights, layers=43, mtp=False)``: a fixture model's path, written once per machine. Do not change it."""
     return cached_fixture
 
 
 @pytest.fixture(scope="session")
-def tiny(model: Callable[..., Path]) -> Path:
+def tiny(model: Model) -> Path:
     """All 43 layers, f32 weights; a token takes some milliseconds."""
     return model("f32")
 
 
 @pytest.fixture(scope="session")
-def small(model: Callable[..., Path]) -> Path:
+def small(model: Model) -> Path:
     """The first 7 layers (SWA, SWA, CSA, HCA, CSA, HCA, CSA), f32 weights; a token takes a millisecond."""
     return model("f32", layers=7)
 
 
 @pytest.fixture(scope="session")
-def prompt() -> Callable[..., list[int]]:
+def prompt() -> Prompt:
     """``prompt(n, seed=0)``: token ids of the fixtures' vocabulary, without a pattern that a window could repeat."""
-    return lambda n_tokens, seed=0: some_tokens(n_tokens, 512, seed)
+
+    def tokens(n_tokens: int, seed: int = 0) -> list[int]:
+        return some_tokens(n_tokens, 512, seed)
+
+    return tokens
 
 
 @pytest.fixture(scope="session")
-def parallel() -> Callable[[Sequence[Callable[[], T]]], list[T]]:
+def parallel() -> Parallel:
     """Run jobs side by side, one per CPU: native code lets go of the GIL. One thread per engine."""
 
     def run(jobs: Sequence[Callable[[], T]]) -> list[T]:
@@ -71,7 +76,7 @@ def parallel() -> Callable[[Sequence[Callable[[], T]]], list[T]]:
 
 
 @pytest.fixture(scope="session")
-def pipeline_logits() -> Callable[..., Awaitable[bytes]]:
+def pipeline_logits() -> PipelineLogits:
     """``await pipeline_logits(model, split, tokens, context=…, chunk=…)``: all rows of logits, through the runtime."""
 
     async def run(

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from functools import lru_cache
 
 from dgr import GeneratedToken, Generation
 from dgr.client.events import drain
 from dgr.core.values import ContextParams, LogitsWanted, SamplingParams
 from dgr.engine.base import Work
-from dgr.stage.shard import Shard
+from dgr.testing import pause
 from dgr.testing.engines.fake import FakeEngine
 
 
@@ -53,8 +52,5 @@ async def take(generation: Generation, count: int | None = None) -> list[int]:
 seen = drain
 
 
-@asynccontextmanager
-async def held(shard: Shard) -> AsyncIterator[None]:
-    """Nothing runs on a shard for the length of the block, as behind a long step: frames queue, slots are not cleared."""
-    async with shard.scheduler._lock:
-        yield
+#: Nothing runs on a shard for the length of the block.
+held = pause

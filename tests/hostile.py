@@ -12,7 +12,7 @@ import trio
 
 from dgr.client.control_links import Connector
 from dgr.core.prefix import PrefixDigest
-from dgr.core.values import Expectation, Key, SamplingParams, StageIdentity, StateSummary, TopLogprob
+from dgr.core.values import Expectation, Key, LogitsWanted, SamplingParams, StageIdentity, StateSummary, TopLogprob
 from dgr.protocol.limits import limits_of
 from dgr.wire import frames, memory_transports
 from dgr.wire.framing import Framer, Limits
@@ -62,7 +62,7 @@ class Talker:
         self.seq = 0
         self.sessions: dict[int, PrefixDigest] = {}
 
-    def bytes(self) -> bytes:
+    def next_bytes(self) -> bytes:
         frame, payload = self._next()
         try:
             return spoilt(self.rng, raw(frame, payload, self.rng.choice([1, 1, 1, 2, 65535])))
@@ -98,9 +98,10 @@ class Talker:
             case "probe":
                 return frames.QueryState(key, seq), b""
             case "link":
-                return rng.choice(
-                    [frames.Ping(7), frames.Pong(5), frames.Credit(rng.choice(EDGES)), frames.Ping(1, b"x")]
-                ), b""
+                words: list[frames.Frame] = [
+                    frames.Ping(7), frames.Pong(5), frames.Credit(rng.choice(EDGES)), frames.Ping(1, b"x"),
+                ]  # fmt: skip
+                return rng.choice(words), b""
             case _:
                 return rng.choice(any_answer(rng, key, seq, self.about.n_vocab)), b""
 
@@ -118,7 +119,7 @@ class Talker:
         prefix = self.sessions.get(key.session) or PrefixDigest()
         digest = prefix.digest() if rng.random() < 0.95 else rng.randbytes(16)
         expect = Expectation(self._near(prefix.position), digest)
-        wanted, sampling = rng.randrange(3), odd_sampling(rng) if rng.random() < 0.5 else None
+        wanted, sampling = LogitsWanted(rng.randrange(3)), odd_sampling(rng) if rng.random() < 0.5 else None
         if about.is_head or rng.random() < 0.1:
             if all(0 <= token < about.n_vocab for token in tokens):
                 prefix.extend(tokens)
@@ -176,31 +177,32 @@ def lies(rng: random.Random, frame: frames.Frame, n_vocab: int) -> list[frames.F
     """An answer, made untrue in a way that its client can tell."""
     near = rng.choice([-1, 1, 8, 2**20])
     replace = msgspec.structs.replace
+    choices: list[frames.Frame]
     match frame:
         case frames.Token():
-            lie = rng.choice(
-                [
-                    replace(frame, position=frame.position + near),
-                    replace(frame, token=rng.choice([n_vocab, 2**31 - 1, 2**31])),
-                    replace(frame, top=(TopLogprob(0, -1.0), *frame.top)),
-                    replace(frame, top=(TopLogprob(n_vocab, -1.0), *frame.top[1:])),
-                    replace(frame, top=(TopLogprob(0, float("nan")), *frame.top[1:])),
-                    replace(frame, top=(TopLogprob(0, -1.0),) * 70),
-                    frames.Advanced(frame.key, frame.seq, frame.position),
-                ]
-            )
+            choices = [
+                replace(frame, position=frame.position + near),
+                replace(frame, token=rng.choice([n_vocab, 2**31 - 1, 2**31])),
+                replace(frame, top=(TopLogprob(0, -1.0), *frame.top)),
+                replace(frame, top=(TopLogprob(n_vocab, -1.0), *frame.top[1:])),
+                replace(frame, top=(TopLogprob(0, float("nan")), *frame.top[1:])),
+                replace(frame, top=(TopLogprob(0, -1.0),) * 70),
+                frames.Advanced(frame.key, frame.seq, frame.position),
+            ]
         case frames.Advanced():
             position = max(0, frame.position + near)
-            lie = rng.choice([replace(frame, position=position), frames.Token(frame.key, frame.seq, frame.position, 1)])
+            choices = [replace(frame, position=position), frames.Token(frame.key, frame.seq, frame.position, 1)]
         case frames.StateReport():
             elsewhere = replace(frame.state, position=frame.state.position + 1)
-            lie = rng.choice([replace(frame, state=elsewhere), replace(frame, digest=rng.randbytes(16))])
+            choices = [replace(frame, state=elsewhere), replace(frame, digest=rng.randbytes(16))]
         case frames.Fenced():
-            lie = rng.choice([replace(frame, route=rng.randbytes(16)), replace(frame, epoch=frame.epoch + 1)])
+            choices = [replace(frame, route=rng.randbytes(16)), replace(frame, epoch=frame.epoch + 1)]
         case frames.Opened() | frames.Closed():
-            lie = rng.choice([replace(frame, seq=frame.seq + near), frames.StaleEpoch(frame.key, frame.seq, 2**63 - 1)])
+            stale = frames.StaleEpoch(frame.key, frame.seq, 2**63 - 1)
+            choices = [replace(frame, seq=frame.seq + near), stale]
         case _:
             return [frame]
+    lie = rng.choice(choices)
     how = rng.random()
     if how < 0.7:
         return [lie]

@@ -135,7 +135,8 @@ class Scheduler:
         self._n_vocab = about.n_vocab
         self._inbox, self._outbox = trio.open_memory_channel[_Request](_QUEUE)
         self._deferred: _Request | None = None
-        self._lock = trio.Lock()
+        #: Whoever holds it has the engine alone; steps, cleared slots and summaries wait.
+        self.engine_lock = trio.Lock()
         self._thread = EngineThread("dgr-engine")
         self._batches = self._items = self._tokens = 0
 
@@ -216,12 +217,12 @@ class Scheduler:
 
     async def _call(self, function: Callable[[], T]) -> T:
         try:
-            self._lock.acquire_nowait()  # whoever finds the engine free does not give up its turn of the event loop
+            self.engine_lock.acquire_nowait()  # whoever finds the engine free does not give up its turn of the event loop
         except trio.WouldBlock:
-            await self._lock.acquire()
+            await self.engine_lock.acquire()
         try:
             if self._engine.inline:
                 return function()
             return await self._thread.run(function)
         finally:
-            self._lock.release()
+            self.engine_lock.release()

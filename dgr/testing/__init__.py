@@ -15,6 +15,7 @@ from dgr.testing.network.processes import Program, ProgramEnded, free_ports, is_
 from dgr.testing.network.proxy import FaultyProxy, open_proxies, open_proxy
 from dgr.testing.network.relay import Flow, Relay, open_relay
 from dgr.testing.offline import Offline, open_fake_pipeline
+from dgr.testing.pause import is_paused, pause
 from dgr.testing.raw_client import open_raw_client
 from dgr.testing.waits import until
 
@@ -47,6 +48,7 @@ __all__ = [
     "edit_gguf",
     "free_ports",
     "is_gone",
+    "is_paused",
     "open_chain",
     "open_fake_pipeline",
     "open_program",
@@ -55,6 +57,7 @@ __all__ = [
     "open_raw_client",
     "open_relay",
     "open_up",
+    "pause",
     "pieces",
     "run_suite",
     "some_tokens",

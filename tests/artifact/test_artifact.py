@@ -5,6 +5,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 from attrs import evolve
@@ -102,9 +103,9 @@ def test_globals_are_demanded_of_head_and_tail(min_model: Path) -> None:
         artifact.check(LayerRange(3, 4))
 
 
-def replaced(name: str, **fields: object) -> Callable[[dict[str, TensorInfo]], None]:
+def replaced(name: str, **fields: Any) -> Callable[[dict[str, TensorInfo]], None]:
     def change(tensors: dict[str, TensorInfo]) -> None:
-        tensors[name] = evolve(tensors[name], **fields)  # type: ignore[arg-type]
+        tensors[name] = evolve(tensors[name], **fields)
 
     return change
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -125,7 +126,7 @@ def test_metadata_counts_but_for_names_and_storage(min_model: Path) -> None:
     assert with_key(k=u32(7)) != with_key(k=MetaValue(ValueType.INT32, 7))
 
 
-def some_manifest(**changes: object) -> Manifest:
+def some_manifest(**changes: Any) -> Manifest:
     metadata: Mapping[str, MetaValue] = {
         "general.architecture": MetaValue(ValueType.STRING, "deepseek4"),
         "k": MetaValue(ValueType.FLOAT32, 0.5),
@@ -346,8 +347,8 @@ def test_old_records_make_room(old: Path, cache: Path, monkeypatch: pytest.Monke
 def test_a_file_that_changes_while_being_read_is_refused(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = digests._digest_all
 
-    def touch(*args: object) -> None:
-        real(*args)  # type: ignore[arg-type]
+    def touch(*args: Any) -> None:
+        real(*args)
         os.utime(old, (5, 5))
 
     monkeypatch.setattr(digests, "_digest_all", touch)

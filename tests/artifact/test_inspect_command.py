@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 
 from dgr.cli import inspect as command
+from dgr.cli.tables import layer_runs
+from dgr.core.units import human_bytes
 from dgr.errors import ArtifactError, InvalidLayerRange
 
 Capture = pytest.CaptureFixture[str]
@@ -109,12 +111,12 @@ def test_mtp_is_shown_as_never_run(capsys: Capture, min_model: Path) -> None:
     ],
 )
 def test_layer_runs(layers: list[int], text: str) -> None:
-    assert command.layer_runs(layers) == text
+    assert layer_runs(layers) == text
 
 
 def test_human_bytes() -> None:
     sizes = (0, 1023, 1024, 271466496, 7260225536, 1 << 45)
-    assert [command.human_bytes(size) for size in sizes] == [
+    assert [human_bytes(size) for size in sizes] == [
         *("0 B", "1023 B", "1.00 KiB", "258.89 MiB", "6.76 GiB", "32768.00 GiB"),
     ]
 

@@ -140,7 +140,8 @@ def test_without_a_manifest_a_part_more_is_needed_for_the_identity(parts: Parts)
     assert Artifact.open(parts(1)).identity == known.identity  # all parts are here: from the weights
     parts(2).unlink()
     artifact = Artifact.open(parts(1))
-    for ask in (lambda: artifact.identity, lambda: artifact.verify_weights(LayerRange(2, 3))):
+    asks: list[Callable[[], object]] = [lambda: artifact.identity, lambda: artifact.verify_weights(LayerRange(2, 3))]
+    for ask in asks:
         with pytest.raises(
             ArtifactError, match=r"min-00002-of-00004.gguf is not here.*put the manifest\s*here as min.manif"
         ):

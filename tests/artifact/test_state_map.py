@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from attrs import evolve
@@ -24,8 +25,8 @@ WHOLE = LayerRange(0, 43)
 ROOT = Path(__file__).parents[2]
 
 
-def total(layers: LayerRange, n_ctx: int, **shape: object) -> int:
-    return state_map(V4_FLASH, layers, ContextShape(n_ctx, **shape)).total_bytes  # type: ignore[arg-type]
+def total(layers: LayerRange, n_ctx: int, **shape: Any) -> int:
+    return state_map(V4_FLASH, layers, ContextShape(n_ctx, **shape)).total_bytes
 
 
 @pytest.mark.parametrize(
@@ -175,9 +176,9 @@ def test_component_order_is_the_native_headers() -> None:
         ({"n_ctx": 512, "type_k": "f8"}, "unknown tensor type 'f8'"),
     ],
 )
-def test_refuses_bad_shapes(shape: dict[str, object], message: str) -> None:
+def test_refuses_bad_shapes(shape: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        ContextShape(**shape)  # type: ignore[arg-type]
+        ContextShape(**shape)
 
 
 def test_refuses_rows_that_are_no_whole_blocks() -> None:

@@ -16,7 +16,7 @@ from dgr_bench.results import SCHEMA
 COMMANDS = ("certify", "verify", "compare", "real", "profile", "schema", "drill", "frontier", "overhead", "hops")
 
 
-def test_the_help_names_every_command(capsys: pytest.CaptureFixture[str]):
+def test_the_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["--help"])
     assert ended.value.code == 0
@@ -24,7 +24,7 @@ def test_the_help_names_every_command(capsys: pytest.CaptureFixture[str]):
     assert [name for name in COMMANDS if f"    {name} " not in said and f"    {name}\n" not in said] == []
 
 
-def test_the_version_names_the_schema_of_results(capsys: pytest.CaptureFixture[str]):
+def test_the_version_names_the_schema_of_results(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["--version"])
     assert ended.value.code == 0
@@ -32,7 +32,7 @@ def test_the_version_names_the_schema_of_results(capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize("arguments", [[], ["certif"], ["certify", "--no-such-flag"], ["verify"], ["compare", "one"]])
-def test_a_wrong_command_line_is_bad_input(arguments: list[str], capsys: pytest.CaptureFixture[str]):
+def test_a_wrong_command_line_is_bad_input(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     assert ended.value.code == 2
@@ -40,7 +40,9 @@ def test_a_wrong_command_line_is_bad_input(arguments: list[str], capsys: pytest.
 
 
 @pytest.mark.parametrize("command", ["verify", "compare"])
-def test_what_is_no_result_is_told_in_one_line(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_what_is_no_result_is_told_in_one_line(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     paths = [str(tmp_path)] * (2 if command == "compare" else 1)
     assert main([command, *paths]) == 2
     said = capsys.readouterr().err
@@ -48,14 +50,14 @@ def test_what_is_no_result_is_told_in_one_line(command: str, tmp_path: Path, cap
     assert said.count("\n") == 1
 
 
-def test_a_profile_is_printed_as_it_is_read(capsys: pytest.CaptureFixture[str]):
+def test_a_profile_is_printed_as_it_is_read(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["profile", "fixture"]) == 0
     said = capsys.readouterr()
     assert msgspec.json.decode(said.out, type=Profile) == PROFILES["fixture"]
     assert PROFILES["fixture"].digest in said.err
 
 
-def test_the_schema_describes_result_profile_and_units(capsys: pytest.CaptureFixture[str]):
+def test_the_schema_describes_result_profile_and_units(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["schema"]) == 0
     schema = msgspec.json.decode(capsys.readouterr().out)
     assert schema == msgspec.json.decode(msgspec.json.encode(result_schema()))

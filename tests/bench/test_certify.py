@@ -67,7 +67,7 @@ def changed(folder: Path, out: Path, change: Callable[[Result], None]) -> Iterat
     yield out
 
 
-def test_it_passes(folder: Path):
+def test_it_passes(folder: Path) -> None:
     result = read_result(folder)
     assert [check.name for check in result.checks if not check.passed] == []
     assert result.passed
@@ -75,7 +75,7 @@ def test_it_passes(folder: Path):
     assert result.metrics["not_certified"] == []
 
 
-def test_report_and_plots_are_there(folder: Path):
+def test_report_and_plots_are_there(folder: Path) -> None:
     report = (folder / "report.md").read_text()
     assert report.startswith("# Long-context certificate")
     assert "**PASSED**" in report
@@ -84,7 +84,7 @@ def test_report_and_plots_are_there(folder: Path):
         assert (folder / "plots" / f"{stem}.png").stat().st_size > 1000
 
 
-def test_the_canary_names_every_component_of_every_stage(folder: Path):
+def test_the_canary_names_every_component_of_every_stage(folder: Path) -> None:
     canary = read_result(folder).metrics["canary"]
     assert set(canary) == {"1", "5", "129"}
     assert set(canary["129"]) == set(SPLIT.split(","))
@@ -92,7 +92,7 @@ def test_the_canary_names_every_component_of_every_stage(folder: Path):
     assert all(len(digest) == 32 for stage in canary["129"].values() for digest in stage.values())
 
 
-def test_a_finished_run_is_not_measured_again(job: CertifyJob, folder: Path, tmp_path: Path):
+def test_a_finished_run_is_not_measured_again(job: CertifyJob, folder: Path, tmp_path: Path) -> None:
     shutil.copytree(folder, tmp_path / "copy")
     before = read_result(folder)
     again = run(job, tmp_path / "copy")
@@ -100,7 +100,7 @@ def test_a_finished_run_is_not_measured_again(job: CertifyJob, folder: Path, tmp
     assert len(again.commands) == 2
 
 
-def test_an_interrupted_run_measures_what_is_missing(job: CertifyJob, folder: Path, tmp_path: Path):
+def test_an_interrupted_run_measures_what_is_missing(job: CertifyJob, folder: Path, tmp_path: Path) -> None:
     kept = {"whole/1", "whole/5", "whole/129", "split/1", "split/5"}
 
     def interrupt(result: Result) -> None:
@@ -116,7 +116,7 @@ def test_an_interrupted_run_measures_what_is_missing(job: CertifyJob, folder: Pa
     assert again.units["split/129"]["first_token_s"] != before.units["split/129"]["first_token_s"]
 
 
-def test_what_ended_in_an_error_is_measured_again(job: CertifyJob, folder: Path, tmp_path: Path):
+def test_what_ended_in_an_error_is_measured_again(job: CertifyJob, folder: Path, tmp_path: Path) -> None:
     def fail(result: Result) -> None:
         result.units["split/5"]["error"] = "LinkBroken: it was"
         result.units["clean-up"] = {"error": "LinkBroken: it was"}
@@ -129,7 +129,7 @@ def test_what_ended_in_an_error_is_measured_again(job: CertifyJob, folder: Path,
 # --- verify -----------------------------------------------------------------------------------------------------------
 
 
-def test_verify_runs_lengths_again(folder: Path, model: Path, capsys: pytest.CaptureFixture[str]):
+def test_verify_runs_lengths_again(folder: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(folder), "--model", str(model)]) == 0
     said = capsys.readouterr().out
     assert "lengths 5 run again" in said
@@ -168,7 +168,7 @@ def _unreadable(result: Result) -> None:
 @pytest.mark.parametrize("change", [_figure, _canary, _verdict, _hidden_failure, _dropped_unit, _unreadable])
 def test_verify_sees_what_was_changed(
     folder: Path, tmp_path: Path, change: Callable[[Result], None], capsys: pytest.CaptureFixture[str]
-):
+) -> None:
     with changed(folder, tmp_path, change) as copy:
         assert main(["verify", str(copy), "--no-rerun"]) == 1
     assert "NOT VERIFIED" in capsys.readouterr().out
@@ -183,14 +183,14 @@ def _consistent_forgery(result: Result) -> None:
 
 def test_only_a_second_run_tells_a_consistent_forgery(
     folder: Path, tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
-):
+) -> None:
     with changed(folder, tmp_path, _consistent_forgery) as copy:
         assert main(["verify", str(copy), "--no-rerun"]) == 0
         assert main(["verify", str(copy), "--model", str(model)]) == 1
     assert "rows_digest" in capsys.readouterr().out
 
 
-def test_verify_wants_the_same_model(folder: Path, capsys: pytest.CaptureFixture[str]):
+def test_verify_wants_the_same_model(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     other = cached_fixture("mixed", layers=LAYERS, seed=1)
     assert main(["verify", str(folder), "--model", str(other)]) == 2
     assert "the certificate is of" in capsys.readouterr().err
@@ -205,20 +205,24 @@ def _component(result: Result) -> None:
     part[5] = flip(part[5])
 
 
-def test_two_certificates_of_the_same_are_alike(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_two_certificates_of_the_same_are_alike(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["compare", str(folder), str(folder), "--out", str(tmp_path)]) == 0
     assert capsys.readouterr().out.endswith("ALIKE\n")
     assert (tmp_path / "plots" / "ratios.png").exists()
 
 
-def test_a_comparison_does_not_write_where_a_run_does(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_comparison_does_not_write_where_a_run_does(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with Journal.open(tmp_path, "certify", {}, {}, ""):
         assert main(["compare", str(folder), str(folder), "--out", str(tmp_path)]) == 2
     assert "another run of dgr-bench writes to" in capsys.readouterr().err
     assert not (tmp_path / "report.md").exists()
 
 
-def test_a_differing_component_is_named(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_differing_component_is_named(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with changed(folder, tmp_path, _component) as copy:
         assert main(["compare", str(folder), str(copy)]) == 1
     said = capsys.readouterr().out
@@ -226,7 +230,7 @@ def test_a_differing_component_is_named(folder: Path, tmp_path: Path, capsys: py
     assert "NOT ALIKE" in said
 
 
-def test_other_kernels_are_not_held_against_it(folder: Path, tmp_path: Path):
+def test_other_kernels_are_not_held_against_it(folder: Path, tmp_path: Path) -> None:
     def other_kernels(result: Result) -> None:
         _component(result)
         result.environment = msgspec.structs.replace(result.environment, kernel_fingerprint="0" * 32)
@@ -256,19 +260,21 @@ def _failed(result: Result) -> None:
 @pytest.mark.parametrize("change", [_no_states, _other_split])
 def test_nothing_in_common_is_not_alike(
     folder: Path, tmp_path: Path, change: Callable[[Result], None], capsys: pytest.CaptureFixture[str]
-):
+) -> None:
     with changed(folder, tmp_path, change) as copy:
         assert main(["compare", str(folder), str(copy)]) == 1
     assert "NOT COMPARABLE" in capsys.readouterr().out
 
 
-def test_a_result_that_has_not_passed_is_named(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_result_that_has_not_passed_is_named(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with changed(folder, tmp_path, _failed) as copy:
         main(["compare", str(folder), str(copy)])
     assert "the second result has not passed" in capsys.readouterr().out
 
 
-def test_an_unfinished_result_is_not_compared(folder: Path, tmp_path: Path):
+def test_an_unfinished_result_is_not_compared(folder: Path, tmp_path: Path) -> None:
     def unfinished(result: Result) -> None:
         result.complete = False
 
@@ -276,12 +282,12 @@ def test_an_unfinished_result_is_not_compared(folder: Path, tmp_path: Path):
         compare(read_result(folder), read_result(copy))
 
 
-def test_verify_wants_the_same_split(folder: Path, model: Path, capsys: pytest.CaptureFixture[str]):
+def test_verify_wants_the_same_split(folder: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", str(folder), "--model", str(model), "--split", "0:7"]) == 2
     assert f"the certificate is of the split {SPLIT}" in capsys.readouterr().err
 
 
-def test_results_of_two_commands_are_not_compared(folder: Path, tmp_path: Path):
+def test_results_of_two_commands_are_not_compared(folder: Path, tmp_path: Path) -> None:
     def other_kind(result: Result) -> None:
         result.kind = "drill"
 
@@ -292,7 +298,7 @@ def test_results_of_two_commands_are_not_compared(folder: Path, tmp_path: Path):
 # --- native numerics --------------------------------------------------------------------------------------------------
 
 
-def test_native_numerics_are_measured_and_not_promised(job: CertifyJob, tmp_path: Path):
+def test_native_numerics_are_measured_and_not_promised(job: CertifyJob, tmp_path: Path) -> None:
     native = evolve(job, plan=msgspec.structs.replace(SMALL, numerics=Numerics.NATIVE, cancels=0, refusals=0))
     result = run(native, tmp_path)
     names = {check.name: check.passed for check in result.checks}
@@ -321,7 +327,7 @@ def test_native_numerics_are_measured_and_not_promised(job: CertifyJob, tmp_path
 )
 def test_bad_input_is_told_in_one_line(
     arguments: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+) -> None:
     assert main(["certify", "--out", str(tmp_path / "out"), *arguments]) == 2
     said = capsys.readouterr().err
     assert words in said
@@ -329,7 +335,7 @@ def test_bad_input_is_told_in_one_line(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_whole_split_is_certified_too(job: CertifyJob, tmp_path: Path):
+def test_a_whole_split_is_certified_too(job: CertifyJob, tmp_path: Path) -> None:
     whole = evolve(
         job,
         ranges=parse_split("0:7", LAYERS),
@@ -347,7 +353,7 @@ def test_a_whole_split_is_certified_too(job: CertifyJob, tmp_path: Path):
 @pytest.mark.parametrize("schema", ["dgr-bench/1", SCHEMA])
 def test_a_verdict_of_another_schema_says_which(
     folder: Path, tmp_path: Path, schema: str, capsys: pytest.CaptureFixture[str]
-):
+) -> None:
     def older(result: Result) -> None:
         result.schema = schema
 
@@ -359,13 +365,13 @@ def test_a_verdict_of_another_schema_says_which(
     assert (f"made by {schema}" in capsys.readouterr().out) is (schema != SCHEMA)
 
 
-def test_a_packed_certificate_is_verified_and_compared(folder: Path, tmp_path: Path):
+def test_a_packed_certificate_is_verified_and_compared(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "result.json.xz").write_bytes(lzma.compress((folder / "result.json").read_bytes()))
     assert main(["verify", str(tmp_path), "--no-rerun"]) == 0
     assert main(["compare", str(folder), str(tmp_path / "result.json.xz")]) == 0
 
 
-def test_what_a_profile_does_not_try_is_not_certified(job: CertifyJob, tmp_path: Path):
+def test_what_a_profile_does_not_try_is_not_certified(job: CertifyJob, tmp_path: Path) -> None:
     less = evolve(job, plan=msgspec.structs.replace(SMALL, lengths=(5,), cancels=0, refusals=0))
     result = run(less, tmp_path)
     assert result.passed
@@ -374,11 +380,11 @@ def test_what_a_profile_does_not_try_is_not_certified(job: CertifyJob, tmp_path:
 
 
 @pytest.mark.slow
-def test_every_mutant_is_caught(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_every_mutant_is_caught(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["certify", "--selftest", "--out", str(tmp_path)]) == 0, capsys.readouterr().out
 
 
 @pytest.mark.slow
-def test_the_quick_certificate_of_the_default_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_quick_certificate_of_the_default_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["certify", "--quick", "--out", str(tmp_path), "--json"]) == 0
     assert msgspec.json.decode(capsys.readouterr().out)["passed"]

@@ -6,7 +6,7 @@ import copy
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +69,8 @@ def recorded(plan: drill.DrillPlan = PLAN) -> dict[str, Any]:
     units: dict[str, Any] = {"undisturbed": {"answer": ANSWER, "next_answer": NEXT}}
     units |= {case.name(plan.scenario): good(case, plan.scenario) for case in plan.cases}
     units |= {f"ring/{number}": good_round(plan.ring, plan.scenario) for number in range(plan.ring.rounds)}
-    return msgspec.to_builtins(units)
+    built: dict[str, Any] = msgspec.to_builtins(units)
+    return built
 
 
 def failing(units: dict[str, Any]) -> dict[str, str]:
@@ -289,7 +290,7 @@ def command(folder: Path, *flags: str) -> int:
 def test_an_interrupted_drill_goes_on_where_it_was(
     faked: list[str], small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run_case = drill_command.run_case
+    run_case: Callable[..., Awaitable[Outcome]] = vars(drill_command)["run_case"]  # what stands in for it
 
     async def interrupted(case: DrillCase, model: Path, scenario: Scenario) -> Outcome:
         if len(faked) == 5:

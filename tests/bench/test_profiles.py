@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -20,11 +21,11 @@ DIGESTS = {
 
 
 @pytest.mark.parametrize("name", PROFILES)
-def test_the_digest_of_a_profile_is_locked(name: str):
+def test_the_digest_of_a_profile_is_locked(name: str) -> None:
     assert PROFILES[name].digest == DIGESTS[name]
 
 
-def test_the_fixture_profile_covers_both_sides_of_every_border():
+def test_the_fixture_profile_covers_both_sides_of_every_border() -> None:
     profile = PROFILES["fixture"]
     lengths = set(profile.lengths)
     ring = ContextShape(profile.n_ctx, profile.n_ubatch).raw_rows(128)
@@ -35,7 +36,7 @@ def test_the_fixture_profile_covers_both_sides_of_every_border():
     assert max(lengths) >= 8 * profile.chunk
 
 
-def test_the_real_profile_has_the_lengths_of_the_story():
+def test_the_real_profile_has_the_lengths_of_the_story() -> None:
     assert [round(length / 1024) for length in PROFILES["v4-flash"].lengths] == [4, 32, 120, 256, 1024]
     assert PROFILES["v4-flash"].n_ctx <= 1 << 20
 
@@ -47,7 +48,7 @@ def _file(folder: Path, **changes: object) -> str:
     return str(path)
 
 
-def test_a_profile_from_a_file(tmp_path: Path):
+def test_a_profile_from_a_file(tmp_path: Path) -> None:
     profile = profile_of(_file(tmp_path, lengths=(2, 9), rerun=(9,)))
     assert profile.lengths == (2, 9)
     assert profile.digest != PROFILES["quick"].digest
@@ -69,12 +70,12 @@ def test_a_profile_from_a_file(tmp_path: Path):
         ({"seed": -1}, "not a profile"),
     ],
 )
-def test_a_file_that_is_no_profile(tmp_path: Path, changes: dict, words: str):
+def test_a_file_that_is_no_profile(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
     with pytest.raises(InputError, match=words):
         profile_of(_file(tmp_path, **changes))
 
 
-def test_unknown_keys_are_refused(tmp_path: Path):
+def test_unknown_keys_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "mine.json"
     path.write_bytes(msgspec.json.encode({**msgspec.to_builtins(PROFILES["quick"]), "name": "mine", "extra": 1}))
     with pytest.raises(InputError, match="extra"):
@@ -82,6 +83,6 @@ def test_unknown_keys_are_refused(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", ["nothing", "no/such/file.json"])
-def test_an_unknown_profile(name: str):
+def test_an_unknown_profile(name: str) -> None:
     with pytest.raises(InputError, match=r"choose fixture, quick, v4-flash|cannot read"):
         profile_of(name)

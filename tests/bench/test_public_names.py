@@ -7,6 +7,7 @@ import importlib
 from pathlib import Path
 
 import pytest
+from narrow import present
 
 import dgr_bench
 
@@ -17,13 +18,13 @@ def private_names(source: str) -> list[str]:
     """Names of dgr that a source imports, or reaches for, and that are not public."""
     found = []
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "dgr":
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "dgr":
             module = importlib.import_module(node.module)
             public = set(getattr(module, "__all__", ()))
             for alias in node.names:
-                is_module = (Path(module.__file__).parent / f"{alias.name}.py").exists() and not alias.name.startswith(
-                    "_"
-                )
+                is_module = (
+                    Path(present(module.__file__)).parent / f"{alias.name}.py"
+                ).exists() and not alias.name.startswith("_")
                 if alias.name not in public and not is_module:
                     found.append(f"{node.module}.{alias.name}")
         elif isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
@@ -34,7 +35,7 @@ def private_names(source: str) -> list[str]:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}.{path.stem}")
-def test_only_public_names(path: Path):
+def test_only_public_names(path: Path) -> None:
     assert private_names(path.read_text(encoding="utf-8")) == []
 
 
@@ -46,5 +47,5 @@ def test_only_public_names(path: Path):
         "def f(link): link._credit = 1",
     ],
 )
-def test_private_ones_would_be_seen(source: str):
+def test_private_ones_would_be_seen(source: str) -> None:
     assert private_names(source)

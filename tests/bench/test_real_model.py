@@ -40,20 +40,20 @@ def profile(tmp_path: Path) -> str:
     return str(path)
 
 
-def test_it_is_opt_in(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_it_is_opt_in(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.delenv(real_model.VARIABLE, raising=False)
     assert main(["real", "--split", "0:43"]) == 2
     assert "DGR_MODEL is not set" in capsys.readouterr().err
 
 
-def test_it_wants_to_know_the_stages(model: Path, capsys: pytest.CaptureFixture[str]):
+def test_it_wants_to_know_the_stages(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["real"]) == 2
     assert "give --route TOML" in capsys.readouterr().err
 
 
 def test_files_under_home_are_refused_through_links_too(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
+) -> None:
     monkeypatch.setattr(real_model, "_FORBIDDEN", model.parent)
     link = tmp_path / "link.gguf"
     link.symlink_to(model)
@@ -65,24 +65,26 @@ def test_files_under_home_are_refused_through_links_too(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_file_under_home_is_not_even_opened(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+def test_a_file_under_home_is_not_even_opened(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     for arguments in (["real"], ["real", "--split", "0:43", "--check"]):
         monkeypatch.setenv(real_model.VARIABLE, "/home/nobody/no-such-model.gguf")
         assert main(arguments) == 2
         assert "keep model files on mounted storage" in capsys.readouterr().err
 
 
-def test_home_is_what_it_says():
+def test_home_is_what_it_says() -> None:
     assert Path("/home") == real_model._FORBIDDEN
 
 
 @pytest.mark.parametrize("fact", ["hosts", "=x", ""])
-def test_a_fact_has_a_name_and_a_text(model: Path, fact: str, capsys: pytest.CaptureFixture[str]):
+def test_a_fact_has_a_name_and_a_text(model: Path, fact: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["real", "--split", "0:7", "--check", "--fact", fact]) == 2
     assert "NAME=TEXT" in capsys.readouterr().err
 
 
-def test_the_check_tells_everything_up_to_loading(model: Path, capsys: pytest.CaptureFixture[str]):
+def test_the_check_tells_everything_up_to_loading(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["real", "--split", ",".join(SPLIT), "--check", "--fact", "hosts=one"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["artifact"] == Artifact.open(model).identity
@@ -103,10 +105,9 @@ def test_the_check_tells_everything_up_to_loading(model: Path, capsys: pytest.Ca
 
 async def test_a_run_over_a_route_is_one_json_with_everything(
     model: Path, profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+) -> None:
     out = tmp_path / "out"
-    context = {"n_ctx": 256, "n_batch": 64, "n_ubatch": 64}
-    route = write_route(tmp_path / "route.toml", model, SPLIT, **context)
+    route = write_route(tmp_path / "route.toml", model, SPLIT, n_ctx=256, n_batch=64, n_ubatch=64)
     command = ["real", "--profile", profile, "--route", str(route.path), "--out", str(out)]
     with trio.fail_after(120):
         async with open_up(route):
@@ -127,7 +128,7 @@ async def test_a_run_over_a_route_is_one_json_with_everything(
 
 async def test_stages_of_another_context_are_refused(
     model: Path, profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+) -> None:
     route = write_route(tmp_path / "route.toml", model, ("0:7",), n_ctx=512, n_batch=64, n_ubatch=32)
     command = ["certify", "--profile", profile, "--route", str(route.path), "--out", str(tmp_path / "out")]
     with trio.fail_after(120):
@@ -138,7 +139,7 @@ async def test_stages_of_another_context_are_refused(
 
 async def test_a_route_that_is_not_well_is_told_before_anything_is_measured(
     model: Path, profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+) -> None:
     route = write_route(tmp_path / "route.toml", model, ("0:7",))
     command = ["real", "--profile", profile, "--route", str(route.path), "--out", str(tmp_path / "out")]
     assert await trio.to_thread.run_sync(main, command) == 2

@@ -7,13 +7,15 @@ import subprocess
 import sys
 from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
+from narrow import present
 
 from dgr.errors import InputError
 from dgr_bench.quartiles import median
-from dgr_bench.results import SCHEMA, Journal, Result, digest_of, read_result
+from dgr_bench.results import SCHEMA, Journal, Kind, Result, digest_of, read_result
 from dgr_bench.verdicts import Check
 
 PLAN = {"name": "test", "lengths": [1, 2]}
@@ -21,7 +23,12 @@ SUBJECT = {"artifact": "a" * 32}
 
 
 def begin(
-    folder: Path, plan: dict | None = None, *, subject: dict | None = None, kind="certify", fresh: bool = False
+    folder: Path,
+    plan: dict[str, Any] | None = None,
+    *,
+    subject: dict[str, Any] | None = None,
+    kind: Kind = "certify",
+    fresh: bool = False,
 ) -> AbstractContextManager[Journal]:
     return Journal.open(folder, kind, plan or PLAN, subject or SUBJECT, "dgr-bench test", fresh=fresh)
 
@@ -35,7 +42,7 @@ def check(passed: bool) -> Check:
     return Check(name="one", passed=passed, cases=1, detail="")
 
 
-def test_what_is_put_is_on_disk_at_once(tmp_path: Path):
+def test_what_is_put_is_on_disk_at_once(tmp_path: Path) -> None:
     record(tmp_path)
     found = read_result(tmp_path)
     assert found.units == {"unit/1": {"seconds": 0.25}}
@@ -43,7 +50,7 @@ def test_what_is_put_is_on_disk_at_once(tmp_path: Path):
     assert not found.passed
 
 
-def test_an_interrupted_run_goes_on(tmp_path: Path):
+def test_an_interrupted_run_goes_on(tmp_path: Path) -> None:
     record(tmp_path)
     with begin(tmp_path) as again:
         assert again.units == {"unit/1": {"seconds": 0.25}}
@@ -62,7 +69,7 @@ def test_an_interrupted_run_goes_on(tmp_path: Path):
         ({"kind": "drill"}, "kind"),
     ],
 )
-def test_another_run_is_not_resumed_unless_told_to(tmp_path: Path, change: dict, words: str):
+def test_another_run_is_not_resumed_unless_told_to(tmp_path: Path, change: dict[str, Any], words: str) -> None:
     record(tmp_path)
     with pytest.raises(InputError, match=f"another {words}.*--fresh"), begin(tmp_path, **change):
         pass
@@ -70,7 +77,7 @@ def test_another_run_is_not_resumed_unless_told_to(tmp_path: Path, change: dict,
         assert journal.units == {}
 
 
-def test_a_failed_check_is_no_pass_and_neither_is_an_unfinished_run(tmp_path: Path):
+def test_a_failed_check_is_no_pass_and_neither_is_an_unfinished_run(tmp_path: Path) -> None:
     with begin(tmp_path) as journal:
         assert not journal.finish({}, [check(True), check(False)]).passed
         assert journal.finish({}, [check(True)]).passed
@@ -86,14 +93,14 @@ def test_a_failed_check_is_no_pass_and_neither_is_an_unfinished_run(tmp_path: Pa
         ('{"schema": 1}', "not a result"),
     ],
 )
-def test_a_file_that_is_no_result(tmp_path: Path, text: str, words: str):
+def test_a_file_that_is_no_result(tmp_path: Path, text: str, words: str) -> None:
     path = tmp_path / "result.json"
     path.write_text(text)
     with pytest.raises(InputError, match=words):
         read_result(path)
 
 
-def test_a_missing_file(tmp_path: Path):
+def test_a_missing_file(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="cannot read"):
         read_result(tmp_path / "none.json")
 
@@ -104,24 +111,24 @@ def _changed(folder: Path, **fields: object) -> Path:
     return folder
 
 
-def test_a_result_of_another_schema(tmp_path: Path):
+def test_a_result_of_another_schema(tmp_path: Path) -> None:
     record(tmp_path)
     with pytest.raises(InputError, match=f"dgr-bench/99.*{SCHEMA}"):
         read_result(_changed(tmp_path, schema="dgr-bench/99"))
 
 
-def test_a_plan_that_was_changed_afterwards(tmp_path: Path):
+def test_a_plan_that_was_changed_afterwards(tmp_path: Path) -> None:
     record(tmp_path)
     with pytest.raises(InputError, match="the plan has digest"):
         read_result(_changed(tmp_path, plan={**PLAN, "lengths": [1]}))
 
 
-def test_a_digest_does_not_depend_on_the_order_of_keys():
+def test_a_digest_does_not_depend_on_the_order_of_keys() -> None:
     assert digest_of({"a": 1, "b": [2, 3]}) == digest_of({"b": [2, 3], "a": 1})
     assert digest_of({"a": 1}) != digest_of({"a": 2})
 
 
-def test_two_runs_do_not_share_a_folder(tmp_path: Path):
+def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
     with begin(tmp_path) as first:
         first.put("unit/1", {"seconds": 0.25})
         for fresh in (False, True):
@@ -143,10 +150,10 @@ with Journal.open(sys.argv[1], "certify", {"name": "test"}, {}, "") as journal:
 
 
 @pytest.mark.parametrize("end", ["goes well", "is killed"])
-def test_another_process_holds_its_folder_until_it_ends(tmp_path: Path, end: str):
+def test_another_process_holds_its_folder_until_it_ends(tmp_path: Path, end: str) -> None:
     command = [sys.executable, "-P", "-c", _HOLDER, str(tmp_path)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
-        assert holder.stdout.readline() == b"holds\n"
+        assert present(holder.stdout).readline() == b"holds\n"
         with pytest.raises(InputError, match="another run of dgr-bench"), begin(tmp_path):
             pass
         if end == "is killed":
@@ -155,14 +162,14 @@ def test_another_process_holds_its_folder_until_it_ends(tmp_path: Path, end: str
         assert journal.units == {}
 
 
-def test_a_folder_that_cannot_be_is_told(tmp_path: Path):
+def test_a_folder_that_cannot_be_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     words = r"cannot write to the folder .*file/out: .*give another --out"
     with pytest.raises(InputError, match=words), begin(tmp_path / "file" / "out"):
         pass
 
 
-def test_a_refused_run_lets_go_of_the_folder(tmp_path: Path):
+def test_a_refused_run_lets_go_of_the_folder(tmp_path: Path) -> None:
     record(tmp_path)
     with pytest.raises(InputError, match="another kind"), begin(tmp_path, kind="drill"):
         pass
@@ -170,7 +177,7 @@ def test_a_refused_run_lets_go_of_the_folder(tmp_path: Path):
         assert set(journal.units) == {"unit/1"}
 
 
-def test_a_result_is_compact_and_may_be_packed(tmp_path: Path):
+def test_a_result_is_compact_and_may_be_packed(tmp_path: Path) -> None:
     record(tmp_path)
     before, text = read_result(tmp_path), (tmp_path / "result.json").read_bytes()
     assert text.count(b"\n") == 1
@@ -183,7 +190,7 @@ def test_a_result_is_compact_and_may_be_packed(tmp_path: Path):
         read_result(tmp_path)
 
 
-def test_a_result_of_the_schema_before_goes_on_in_this_one(tmp_path: Path):
+def test_a_result_of_the_schema_before_goes_on_in_this_one(tmp_path: Path) -> None:
     record(tmp_path)
     _changed(tmp_path, schema="dgr-bench/1")
     assert read_result(tmp_path).schema == "dgr-bench/1"
@@ -191,6 +198,6 @@ def test_a_result_of_the_schema_before_goes_on_in_this_one(tmp_path: Path):
         assert journal.finish({}, [check(True)]).schema == SCHEMA
 
 
-def test_medians():
+def test_medians() -> None:
     assert median([3, 1, 2]) == 2
     assert median([4, 1, 2, 3]) == 2.5

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+from typing import Any
 
 from attrs import frozen
 
@@ -21,20 +22,21 @@ class Result:
     out: str
     err: str
 
-    def json(self) -> dict:
-        return json.loads(self.out)
+    def json(self) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(self.out)
+        return found
 
 
 @frozen
 class Stage:
     """A `dgr stage` process that is ready."""
 
-    process: subprocess.Popen
-    line: dict
+    process: subprocess.Popen[str]
+    line: dict[str, Any]
 
     @property
     def address(self) -> str:
-        return self.line["address"]
+        return str(self.line["address"])
 
     @property
     def ref(self) -> StageRef:

@@ -8,9 +8,10 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
-from commands import CONTEXT, Result, Stage
+from cli.commands import CONTEXT, Result, Stage
 
 from dgr.cli import main
 from dgr.cluster.route_file import RouteFile, format_route_file
@@ -58,7 +59,7 @@ def stages() -> Iterator[Callable[..., list[Stage]]]:
         yield start
 
 
-def _end(process: subprocess.Popen) -> None:
+def _end(process: subprocess.Popen[str]) -> None:
     """Its input ends, and so does it."""
     try:
         process.communicate(timeout=20)
@@ -72,7 +73,7 @@ def _end(process: subprocess.Popen) -> None:
 def route_file(tmp_path: Path) -> Callable[..., Path]:
     """``route_file(refs, model=…, context=…, tls=…, artifact=…)``: a route file's path."""
 
-    def write(refs: Sequence[StageRef], **fields: object) -> Path:
+    def write(refs: Sequence[StageRef], **fields: Any) -> Path:
         path = tmp_path / "route.toml"
         path.write_text(format_route_file(RouteFile(path, Route(tuple(refs)), fields.pop("context", {}), **fields)))
         return path

@@ -98,12 +98,12 @@ def _as_the_interpreter_would(
         setattr(sys, name, stream)
     try:
         code = int(entry([os.fspath(word) if isinstance(word, Path) else str(word) for word in argv]))
-    except SystemExit as end:
-        code = int(end.code or 0)
-    for stream in (sys.stdout, sys.stderr):
+    except SystemExit as left:
+        code = int(left.code or 0)
+    for end in (sys.stdout, sys.stderr):
         try:
-            if stream is not None:
-                stream.flush()
+            if end is not None:
+                end.flush()
         except OSError:
             return 120  # as the interpreter does, when it cannot write what is left
     return code

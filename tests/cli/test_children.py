@@ -11,10 +11,13 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
 from attrs import frozen
+from cli.commands import Stage
+from narrow import present
 
 import dgr.cli.up
 from dgr.cli.children import python_module
@@ -94,7 +97,7 @@ class Supervised:
     """What a stage did each time it was started: its exit codes, in order; then it runs for good."""
 
     codes: list[int]
-    events: list[tuple[str, dict]]
+    events: list[tuple[str, dict[str, Any]]]
 
     async def run(self, *_: object) -> int:
         if not self.codes:
@@ -105,7 +108,9 @@ class Supervised:
         self.events.append((event, facts))
 
 
-async def _supervise(codes: list[int], monkeypatch: pytest.MonkeyPatch) -> tuple[bool, list[tuple[str, dict]]]:
+async def _supervise(
+    codes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> tuple[bool, list[tuple[str, dict[str, Any]]]]:
     """Whether the supervisor gave the stage up, and what it told."""
     stage = Supervised(list(codes), [])
     monkeypatch.setattr(dgr.cli.up, "_run_once", stage.run)
@@ -114,12 +119,16 @@ async def _supervise(codes: list[int], monkeypatch: pytest.MonkeyPatch) -> tuple
     return not patience.cancelled_caught, stage.events
 
 
-async def test_arguments_refused_at_the_first_start_are_final(autojump_clock, monkeypatch) -> None:
+async def test_arguments_refused_at_the_first_start_are_final(
+    autojump_clock: trio.abc.Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert await _supervise([2], monkeypatch) == (True, [])
 
 
 @pytest.mark.parametrize("before", [[0], [1], [-9], [1, 0]], ids=str)
-async def test_later_a_refusal_is_a_state_of_the_machine(before: list[int], autojump_clock, monkeypatch) -> None:
+async def test_later_a_refusal_is_a_state_of_the_machine(
+    before: list[int], autojump_clock: trio.abc.Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     codes = [*before, 2, 2, 1, 2]
     gave_up, events = await _supervise(codes, monkeypatch)
     assert not gave_up
@@ -129,7 +138,9 @@ async def test_later_a_refusal_is_a_state_of_the_machine(before: list[int], auto
     assert pauses[-1] > 8 * pauses[0]
 
 
-async def test_a_process_that_cannot_be_started_now_is_started_later(monkeypatch, capsys) -> None:
+async def test_a_process_that_cannot_be_started_now_is_started_later(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     async def none_left(*_: object, **__: object) -> None:
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
@@ -139,7 +150,9 @@ async def test_a_process_that_cannot_be_started_now_is_started_later(monkeypatch
 
 
 @pytest.mark.slow
-def test_a_stage_whose_port_is_taken_for_a_moment_comes_back(small: Path, tmp_path: Path, stages: Callable) -> None:
+def test_a_stage_whose_port_is_taken_for_a_moment_comes_back(
+    small: Path, tmp_path: Path, stages: Callable[..., list[Stage]]
+) -> None:
     """A stage of a set is killed, and another process has its port: its neighbour serves on, and it comes back."""
     ports = [_free_port(), _free_port()]
     lines = [f'model = "{small}"', "[context]", "n_ctx = 256"]
@@ -150,15 +163,15 @@ def test_a_stage_whose_port_is_taken_for_a_moment_comes_back(small: Path, tmp_pa
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as up:
         assert up.stdout is not None
 
-        def told(event: str, port: int) -> dict:
-            while line := up.stdout.readline():  # type: ignore[union-attr]
-                found: dict = json.loads(line)
+        def told(event: str, port: int) -> dict[str, Any]:
+            while line := present(up.stdout).readline():
+                found: dict[str, Any] = json.loads(line)
                 if (found["event"], found["stage"]) == (event, f"127.0.0.1:{port}"):
                     return found
             raise AssertionError(f"dgr up ended with {up.wait(30)}")
 
         try:
-            ready = {}
+            ready: dict[str, int] = {}
             while len(ready) < 2:
                 found = json.loads(up.stdout.readline())
                 ready[found["stage"]] = found["pid"]

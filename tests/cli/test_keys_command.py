@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from cli.commands import Result
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
@@ -27,7 +28,7 @@ def names(path: Path) -> list[str]:
     return [str(name.value) for name in found]
 
 
-def test_it_writes_a_ca_and_a_pair_for_every_host(run: Callable, tmp_path: Path) -> None:
+def test_it_writes_a_ca_and_a_pair_for_every_host(run: Callable[..., Result], tmp_path: Path) -> None:
     folder = tmp_path / "cluster" / "keys"
     result = run("keys", "127.0.0.1", "stage-b.lan", "::1", "--out", folder, "--json")
     assert result.code == 0
@@ -43,7 +44,7 @@ def test_it_writes_a_ca_and_a_pair_for_every_host(run: Callable, tmp_path: Path)
     ]  # fmt: skip
 
 
-def test_certificates_are_of_the_ca_and_serve_both_sides(run: Callable, tmp_path: Path) -> None:
+def test_certificates_are_of_the_ca_and_serve_both_sides(run: Callable[..., Result], tmp_path: Path) -> None:
     assert run("keys", "127.0.0.1", "--out", tmp_path).code == 0
     ca, host = certificate(tmp_path / "ca.pem"), certificate(tmp_path / "127.0.0.1.pem")
     host.verify_directly_issued_by(ca)
@@ -51,8 +52,8 @@ def test_certificates_are_of_the_ca_and_serve_both_sides(run: Callable, tmp_path
     limits = ca.extensions.get_extension_for_class(x509.BasicConstraints)
     assert (limits.value.ca, limits.value.path_length, limits.critical) == (True, 0, True)
     credentials = Credentials(*(tmp_path / name for name in ("ca.pem", "127.0.0.1.pem", "127.0.0.1.key")))
-    for server in (True, False):
-        context = credentials.context(server=server)
+    for is_server in (True, False):
+        context = credentials.context(server=is_server)
         assert context.verify_mode is ssl.CERT_REQUIRED
         assert context.minimum_version is ssl.TLSVersion.TLSv1_3
     server, client = credentials.context(server=True), credentials.context(server=False)
@@ -79,7 +80,7 @@ def _greet(client: ssl.SSLContext, server: ssl.SSLContext, host: str) -> str | N
     return sides[0].version()
 
 
-def test_a_ca_is_used_again_and_never_overwritten(run: Callable, tmp_path: Path) -> None:
+def test_a_ca_is_used_again_and_never_overwritten(run: Callable[..., Result], tmp_path: Path) -> None:
     run("keys", "10.0.0.1", "--out", tmp_path)
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     result = run("keys", "10.0.0.2", "--out", tmp_path)
@@ -90,7 +91,7 @@ def test_a_ca_is_used_again_and_never_overwritten(run: Callable, tmp_path: Path)
 
 @pytest.mark.parametrize("left", ["10.0.0.1.pem", "10.0.0.1.key"])
 def test_a_host_that_has_a_file_already_is_refused_and_nothing_is_written(
-    left: str, run: Callable, tmp_path: Path
+    left: str, run: Callable[..., Result], tmp_path: Path
 ) -> None:
     run("keys", "10.0.0.1", "--out", tmp_path)
     for name in {"10.0.0.1.pem", "10.0.0.1.key"} - {left}:
@@ -102,7 +103,7 @@ def test_a_host_that_has_a_file_already_is_refused_and_nothing_is_written(
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def test_a_host_named_twice_has_one_certificate(run: Callable, tmp_path: Path) -> None:
+def test_a_host_named_twice_has_one_certificate(run: Callable[..., Result], tmp_path: Path) -> None:
     assert run("keys", "a", "a", "--out", tmp_path).code == 0
     assert len(list(tmp_path.iterdir())) == 4
 
@@ -110,7 +111,7 @@ def test_a_host_named_twice_has_one_certificate(run: Callable, tmp_path: Path) -
 @pytest.mark.parametrize(
     "host", ["", "ca", "..", "a/b", "10.0.0.1:7701", "[::1]", "fe80::1%eth0", "a_b c", "bücher", "-a", "a..b", "x" * 64]
 )
-def test_what_is_no_host_is_refused(host: str, run: Callable, tmp_path: Path) -> None:
+def test_what_is_no_host_is_refused(host: str, run: Callable[..., Result], tmp_path: Path) -> None:
     folder = tmp_path / "none"
     result = run("keys", "--out", folder, "--", "good", host)
     assert result.code == 2
@@ -119,14 +120,16 @@ def test_what_is_no_host_is_refused(host: str, run: Callable, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("days", ["0", "-1", "36501", "99999999999"])
-def test_days_that_cannot_be_are_refused(days: str, run: Callable, tmp_path: Path) -> None:
+def test_days_that_cannot_be_are_refused(days: str, run: Callable[..., Result], tmp_path: Path) -> None:
     result = run("keys", "a", "--days", days, "--out", tmp_path / "none")
     assert result.code == 2
     assert f"--days is {days}; give 1 to 36500" in result.err
 
 
 @pytest.mark.parametrize("host", ["my_stage_1", "_a", "a_", "a_b.my_net", "A_1"])
-def test_names_that_container_tools_make_have_certificates(host: str, run: Callable, tmp_path: Path) -> None:
+def test_names_that_container_tools_make_have_certificates(
+    host: str, run: Callable[..., Result], tmp_path: Path
+) -> None:
     assert run("keys", "--out", tmp_path, host).code == 0
     assert names(tmp_path / f"{host}.pem") == [host]
     parse_address(f"{host}:7701")  # as a route file has it
@@ -137,7 +140,9 @@ def test_names_that_container_tools_make_have_certificates(host: str, run: Calla
         _greet(client, server, f"x{host}")
 
 
-def test_a_certificate_is_of_the_hosts_it_lists_and_not_of_its_own_title(run: Callable, tmp_path: Path) -> None:
+def test_a_certificate_is_of_the_hosts_it_lists_and_not_of_its_own_title(
+    run: Callable[..., Result], tmp_path: Path
+) -> None:
     """OpenSSL falls back on the common name where there is no list, unless it is told not to."""
     run("keys", "a", "--out", tmp_path)
     ca, ca_key = keys._load(tmp_path / "ca.pem", tmp_path / "ca.key")
@@ -156,7 +161,7 @@ def test_a_certificate_is_of_the_hosts_it_lists_and_not_of_its_own_title(run: Ca
     ("mode", "taken"), [(0o600, True), (0o400, True), (0o640, True), (0o644, False), (0o602, False)]
 )
 def test_a_private_key_that_every_user_may_use_is_refused(
-    mode: int, taken: bool, run: Callable, tmp_path: Path
+    mode: int, taken: bool, run: Callable[..., Result], tmp_path: Path
 ) -> None:
     run("keys", "a", "--out", tmp_path)
     (tmp_path / "link.key").symlink_to("a.key")
@@ -170,7 +175,7 @@ def test_a_private_key_that_every_user_may_use_is_refused(
                 credentials.context(server=True)
 
 
-def test_the_key_of_a_ca_that_every_user_can_read_signs_nothing(run: Callable, tmp_path: Path) -> None:
+def test_the_key_of_a_ca_that_every_user_can_read_signs_nothing(run: Callable[..., Result], tmp_path: Path) -> None:
     run("keys", "a", "--out", tmp_path)
     (tmp_path / "ca.key").chmod(0o644)
     result = run("keys", "b", "--out", tmp_path)
@@ -180,7 +185,7 @@ def test_the_key_of_a_ca_that_every_user_can_read_signs_nothing(run: Callable, t
 
 
 @pytest.mark.parametrize("room", [0, 100, 300])
-def test_a_full_disk_leaves_no_file_and_blocks_nothing(room: int, run: Callable, tmp_path: Path) -> None:
+def test_a_full_disk_leaves_no_file_and_blocks_nothing(room: int, run: Callable[..., Result], tmp_path: Path) -> None:
     with limited_files(room):
         result = run("keys", "a", "b", "--out", tmp_path)
     assert result.code == 2
@@ -190,7 +195,7 @@ def test_a_full_disk_leaves_no_file_and_blocks_nothing(room: int, run: Callable,
 
 
 @pytest.mark.parametrize("place", ["a file", "a device", "below a file", "a dangling link"])
-def test_a_place_that_is_no_folder_is_refused(place: str, run: Callable, tmp_path: Path) -> None:
+def test_a_place_that_is_no_folder_is_refused(place: str, run: Callable[..., Result], tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"old")
     (tmp_path / "link").symlink_to("absent")
     out = {"a file": tmp_path / "file", "a device": "/dev/null", "below a file": tmp_path / "file" / "x"}
@@ -200,14 +205,14 @@ def test_a_place_that_is_no_folder_is_refused(place: str, run: Callable, tmp_pat
     assert (tmp_path / "file").read_bytes() == b"old"
 
 
-def test_days_hold(run: Callable, tmp_path: Path) -> None:
+def test_days_hold(run: Callable[..., Result], tmp_path: Path) -> None:
     assert run("keys", "a", "--days", "36500", "--out", tmp_path).code == 0
     one = certificate(tmp_path / "a.pem")
     assert (one.not_valid_after_utc - one.not_valid_before_utc).days == 36500
 
 
 @pytest.mark.parametrize("missing", ["ca.pem", "ca.key"])
-def test_half_a_ca_is_refused(missing: str, run: Callable, tmp_path: Path) -> None:
+def test_half_a_ca_is_refused(missing: str, run: Callable[..., Result], tmp_path: Path) -> None:
     run("keys", "a", "--out", tmp_path)
     (tmp_path / missing).unlink()
     result = run("keys", "b", "--out", tmp_path)
@@ -216,7 +221,7 @@ def test_half_a_ca_is_refused(missing: str, run: Callable, tmp_path: Path) -> No
     assert not (tmp_path / "b.pem").exists()
 
 
-def test_a_ca_that_is_none_is_refused(run: Callable, tmp_path: Path) -> None:
+def test_a_ca_that_is_none_is_refused(run: Callable[..., Result], tmp_path: Path) -> None:
     run("keys", "a", "--out", tmp_path)
     other = tmp_path / "other"
     run("keys", "a", "--out", other)
@@ -239,7 +244,7 @@ def test_an_expired_ca_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wrong", ["ca.pem", "a.pem", "a.key"])
-def test_credentials_that_cannot_be_loaded_say_so(wrong: str, run: Callable, tmp_path: Path) -> None:
+def test_credentials_that_cannot_be_loaded_say_so(wrong: str, run: Callable[..., Result], tmp_path: Path) -> None:
     run("keys", "a", "--out", tmp_path)
     (tmp_path / wrong).write_text("nothing of the kind")
     credentials = Credentials(*(tmp_path / name for name in ("ca.pem", "a.pem", "a.key")))
@@ -247,7 +252,7 @@ def test_credentials_that_cannot_be_loaded_say_so(wrong: str, run: Callable, tmp
         credentials.context(server=True)
 
 
-def test_a_key_with_a_pass_phrase_is_an_error_and_not_a_question(run: Callable, tmp_path: Path) -> None:
+def test_a_key_with_a_pass_phrase_is_an_error_and_not_a_question(run: Callable[..., Result], tmp_path: Path) -> None:
     from cryptography.hazmat.primitives.serialization import BestAvailableEncryption, load_pem_private_key
 
     run("keys", "a", "--out", tmp_path)

@@ -7,10 +7,12 @@ import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from attrs import evolve, frozen
-from commands import Result, Stage
+from cli.commands import Result, Stage
+from fixture_types import Model
 
 from dgr.artifact.artifact import Artifact
 from dgr.cli import generate
@@ -38,7 +40,7 @@ class Cluster:
 
 
 @pytest.fixture(scope="module")
-def cluster(small: Path, model: Callable[..., Path], stages: Callable) -> Cluster:
+def cluster(small: Path, model: Model, stages: Callable[..., list[Stage]]) -> Cluster:
     other = model("f32", layers=7, seed=1)
     return Cluster(small, *stages((small, "0:3"), (small, "3:7"), (small, "3:7", "--ctx", "512"), (other, "3:7")))
 
@@ -53,7 +55,7 @@ def healthy(run: Callable[..., Result], path: Path) -> Result:
 
 
 def test_generate_over_a_route_says_what_one_machine_says(
-    run: Callable, cluster: Cluster, route_file: Callable
+    run: Callable[..., Result], cluster: Cluster, route_file: Callable[..., Path]
 ) -> None:
     path = route_file(cluster.refs, model=cluster.model, context=CONTEXT)
     whole = run("generate", "--model", cluster.model, "--ctx", 256, "--batch", 32, "--ubatch", 32, *PROMPT, "--json")
@@ -74,7 +76,9 @@ def test_generate_over_a_route_says_what_one_machine_says(
     assert verified["rows"] == len(answer["prompt_tokens"]) + 8
 
 
-def test_generate_prints_tokens_and_figures(run: Callable, cluster: Cluster, route_file: Callable) -> None:
+def test_generate_prints_tokens_and_figures(
+    run: Callable[..., Result], cluster: Cluster, route_file: Callable[..., Path]
+) -> None:
     path = route_file(cluster.refs, model=cluster.model)
     result = run("generate", "--route", path, *PROMPT, "--chunk", 4)
     assert result.code == 0
@@ -83,7 +87,9 @@ def test_generate_prints_tokens_and_figures(run: Callable, cluster: Cluster, rou
     assert "ended by length" in result.out
 
 
-def test_generate_takes_the_vocabulary_from_the_flag(run: Callable, cluster: Cluster, route_file: Callable) -> None:
+def test_generate_takes_the_vocabulary_from_the_flag(
+    run: Callable[..., Result], cluster: Cluster, route_file: Callable[..., Path]
+) -> None:
     path = route_file(cluster.refs)
     result = run("generate", "--route", path, *PROMPT, "--json")
     assert result.code == 2
@@ -91,14 +97,18 @@ def test_generate_takes_the_vocabulary_from_the_flag(run: Callable, cluster: Clu
     assert run("generate", "--route", path, "--model", cluster.model, *PROMPT, "--json").code == 0
 
 
-def test_generate_refuses_a_route_beside_a_split(run: Callable, cluster: Cluster, route_file: Callable) -> None:
+def test_generate_refuses_a_route_beside_a_split(
+    run: Callable[..., Result], cluster: Cluster, route_file: Callable[..., Path]
+) -> None:
     path = route_file(cluster.refs, model=cluster.model)
     result = run("generate", "--route", path, "--split", "0:7", *PROMPT)
     assert result.code == 2
     assert "give one of them" in result.err
 
 
-def test_generate_over_stages_that_are_not_there(run: Callable, cluster: Cluster, route_file: Callable) -> None:
+def test_generate_over_stages_that_are_not_there(
+    run: Callable[..., Result], cluster: Cluster, route_file: Callable[..., Path]
+) -> None:
     gone = StageRef("127.0.0.1:1", LayerRange(3, 7))
     result = run("generate", "--route", route_file([cluster.head.ref, gone], model=cluster.model), *PROMPT)
     assert result.code == 1
@@ -107,7 +117,7 @@ def test_generate_over_stages_that_are_not_there(run: Callable, cluster: Cluster
 
 
 def test_generate_waits_for_stages_that_are_not_up_yet(
-    run: Callable, cluster: Cluster, stages: Callable, route_file: Callable
+    run: Callable[..., Result], cluster: Cluster, stages: Callable[..., list[Stage]], route_file: Callable[..., Path]
 ) -> None:
     (port,) = free_ports(1)
     tail = StageRef(f"127.0.0.1:{port}", LayerRange(3, 7))
@@ -124,7 +134,11 @@ def test_generate_waits_for_stages_that_are_not_up_yet(
 
 
 def test_generate_waits_for_a_lost_stage_as_long_as_it_is_told(
-    run: Callable, cluster: Cluster, stages: Callable, route_file: Callable, monkeypatch: pytest.MonkeyPatch
+    run: Callable[..., Result],
+    cluster: Cluster,
+    stages: Callable[..., list[Stage]],
+    route_file: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     (tail,) = stages((cluster.model, "3:7"))
     path = route_file([cluster.head.ref, tail.ref], model=cluster.model)
@@ -141,7 +155,7 @@ def test_generate_waits_for_a_lost_stage_as_long_as_it_is_told(
     assert f"cannot connect to {tail.address}" in result.err
 
 
-def test_generate_waits_for_a_route_only(run: Callable, small: Path) -> None:
+def test_generate_waits_for_a_route_only(run: Callable[..., Result], small: Path) -> None:
     result = run("generate", "--model", small, *PROMPT, "--wait", "5")
     assert result.code == 2
     assert "--wait is for stages elsewhere: give --route with it" in result.err
@@ -150,7 +164,9 @@ def test_generate_waits_for_a_route_only(run: Callable, small: Path) -> None:
 # --- doctor ---
 
 
-def test_doctor_finds_a_healthy_route_healthy(run: Callable, cluster: Cluster, route_file: Callable) -> None:
+def test_doctor_finds_a_healthy_route_healthy(
+    run: Callable[..., Result], cluster: Cluster, route_file: Callable[..., Path]
+) -> None:
     path = route_file(cluster.refs, context=CONTEXT, artifact=Artifact.open(cluster.model).identity)
     report = healthy(run, path).json()
     assert report["healthy"] is True
@@ -168,17 +184,20 @@ def test_doctor_finds_a_healthy_route_healthy(run: Callable, cluster: Cluster, r
     assert shown.out.count("round trip") == 2
 
 
-def test_doctor_takes_a_context_that_upstream_rounds(run: Callable, cluster: Cluster, route_file: Callable) -> None:
+def test_doctor_takes_a_context_that_upstream_rounds(
+    run: Callable[..., Result], cluster: Cluster, route_file: Callable[..., Path]
+) -> None:
     healthy(run, route_file(cluster.refs, context={"n_ctx": 200}))
 
 
-def problem(run: Callable[..., Result], path: Path, *flags: object) -> dict:
+def problem(run: Callable[..., Result], path: Path, *flags: object) -> dict[str, Any]:
     """The one problem of a route; what people read tells it too."""
     result = run("doctor", "--route", path, "--json", *flags)
     assert result.code == 1
     report = result.json()
     assert report["healthy"] is False
     assert report["fence_seconds"] is None
+    found: dict[str, Any]
     (found,) = report["problems"]
     shown = run("doctor", "--route", path, *flags)
     assert shown.code == 1
@@ -187,7 +206,9 @@ def problem(run: Callable[..., Result], path: Path, *flags: object) -> dict:
     return found
 
 
-def test_doctor_on_a_stage_that_does_not_run(run: Callable, cluster: Cluster, route_file: Callable) -> None:
+def test_doctor_on_a_stage_that_does_not_run(
+    run: Callable[..., Result], cluster: Cluster, route_file: Callable[..., Path]
+) -> None:
     gone = StageRef("127.0.0.1:1", LayerRange(3, 7))
     found = problem(run, route_file([cluster.head.ref, gone]))
     assert found["where"] == "stage 127.0.0.1:1"
@@ -195,7 +216,9 @@ def test_doctor_on_a_stage_that_does_not_run(run: Callable, cluster: Cluster, ro
     assert "start the stage there (dgr stage)" in found["next_step"]
 
 
-def test_doctor_on_a_stage_with_another_context(run: Callable, cluster: Cluster, route_file: Callable) -> None:
+def test_doctor_on_a_stage_with_another_context(
+    run: Callable[..., Result], cluster: Cluster, route_file: Callable[..., Path]
+) -> None:
     refs = [cluster.head.ref, cluster.other_context.ref]
     found = problem(run, route_file(refs))
     assert found["where"] == f"stage {cluster.other_context.address}"
@@ -206,7 +229,9 @@ def test_doctor_on_a_stage_with_another_context(run: Callable, cluster: Cluster,
     assert f"stage {cluster.other_context.address} runs with n_ctx = 512; the route is for 256" in found["what"]
 
 
-def test_doctor_on_a_stage_of_another_model(run: Callable, cluster: Cluster, route_file: Callable) -> None:
+def test_doctor_on_a_stage_of_another_model(
+    run: Callable[..., Result], cluster: Cluster, route_file: Callable[..., Path]
+) -> None:
     refs = [cluster.head.ref, cluster.other_model.ref]
     found = problem(run, route_file(refs))
     assert "artifact identity" in found["what"]
@@ -217,32 +242,44 @@ def test_doctor_on_a_stage_of_another_model(run: Callable, cluster: Cluster, rou
     assert found["where"] == f"stage {cluster.other_model.address}"
 
 
-def test_doctor_on_other_layers(run: Callable, cluster: Cluster, route_file: Callable) -> None:
+def test_doctor_on_other_layers(run: Callable[..., Result], cluster: Cluster, route_file: Callable[..., Path]) -> None:
     refs = [cluster.head.ref, evolve(cluster.tail.ref, layers=LayerRange(3, 6))]
     found = problem(run, route_file(refs))
     assert found["what"] == "it owns layers 3:7; the route says 3:6"
     assert "correct the route file" in found["next_step"]
 
 
-def test_doctor_on_a_route_that_is_not_the_whole_model(run: Callable, cluster: Cluster, route_file: Callable) -> None:
+def test_doctor_on_a_route_that_is_not_the_whole_model(
+    run: Callable[..., Result], cluster: Cluster, route_file: Callable[..., Path]
+) -> None:
     found = problem(run, route_file([cluster.head.ref]))
     assert found["where"] == "the route as a whole"
     assert "the split ends at layer 3, but the model has 7" in found["what"]
 
 
-def test_doctor_names_every_stage_that_is_wrong(run: Callable, cluster: Cluster, route_file: Callable) -> None:
+def test_doctor_names_every_stage_that_is_wrong(
+    run: Callable[..., Result], cluster: Cluster, route_file: Callable[..., Path]
+) -> None:
     refs = [StageRef(f"127.0.0.1:{port}", LayerRange(port, port + 1)) for port in (1, 2, 3)]
     result = run("doctor", "--route", route_file(refs), "--json")
     assert result.code == 1
     assert [one["where"] for one in result.json()["problems"]] == [f"stage {ref.address}" for ref in refs]
 
 
-def test_doctor_beyond_loopback_without_certificates(run: Callable, route_file: Callable) -> None:
+def test_doctor_beyond_loopback_without_certificates(
+    run: Callable[..., Result], route_file: Callable[..., Path]
+) -> None:
     found = problem(run, route_file([StageRef("192.0.2.1:7701", LayerRange(0, 7))]))
     assert "192.0.2.1 is not a loopback address and no TLS credentials were given" in found["what"]
 
 
-def test_doctor_speaking_plainly_to_a_tls_stage(run: Callable, stages: Callable, small, tmp_path, route_file) -> None:
+def test_doctor_speaking_plainly_to_a_tls_stage(
+    run: Callable[..., Result],
+    stages: Callable[..., list[Stage]],
+    small: Path,
+    tmp_path: Path,
+    route_file: Callable[..., Path],
+) -> None:
     assert run("keys", "127.0.0.1", "client", "--out", tmp_path / "keys").code == 0
     files = [tmp_path / "keys" / name for name in ("ca.pem", "127.0.0.1.pem", "127.0.0.1.key")]
     flags = [part for pair in zip(("--tls-ca", "--tls-cert", "--tls-key"), files, strict=True) for part in pair]
@@ -281,14 +318,16 @@ def test_doctor_speaking_plainly_to_a_tls_stage(run: Callable, stages: Callable,
         (("--tls-ca", "no", "--tls-cert", "no", "--tls-key", "no"), "cannot load TLS credentials no, no, no"),
     ],
 )
-def test_link_flags_that_cannot_be(flags: tuple[str, ...], message: str, run: Callable, cluster, route_file) -> None:
+def test_link_flags_that_cannot_be(
+    flags: tuple[str, ...], message: str, run: Callable[..., Result], cluster: Cluster, route_file: Callable[..., Path]
+) -> None:
     path = route_file(cluster.refs, model=cluster.model)
     result = run("generate", "--route", path, *PROMPT, *flags)
     assert result.code == 2
     assert message in result.err
 
 
-def test_a_route_file_that_is_wrong_is_bad_input_everywhere(run: Callable, tmp_path: Path) -> None:
+def test_a_route_file_that_is_wrong_is_bad_input_everywhere(run: Callable[..., Result], tmp_path: Path) -> None:
     path = tmp_path / "route.toml"
     path.write_text("nodel = 'x'")
     for command in (("doctor", "--route", path), ("generate", "--route", path, *PROMPT), ("up", path)):
@@ -299,7 +338,7 @@ def test_a_route_file_that_is_wrong_is_bad_input_everywhere(run: Callable, tmp_p
         )
 
 
-def test_json_is_one_line(run: Callable, cluster: Cluster, route_file: Callable) -> None:
+def test_json_is_one_line(run: Callable[..., Result], cluster: Cluster, route_file: Callable[..., Path]) -> None:
     result = healthy(run, route_file(cluster.refs))
     assert len(result.out.splitlines()) == 1
     assert json.loads(result.out)["healthy"] is True

@@ -13,7 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from commands import CONTEXT, Stage
+from cli.commands import CONTEXT, Result, Stage
+from narrow import present
 
 import dgr.cli.stage
 import dgr.cli.up
@@ -41,14 +42,14 @@ def nothing_serves(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.1", "[::]", "stage-a.lan"])
-def test_plain_tcp_beyond_loopback_is_refused(host: str, run: Callable, small: Path) -> None:
+def test_plain_tcp_beyond_loopback_is_refused(host: str, run: Callable[..., Result], small: Path) -> None:
     result = run("stage", small, "--layers", "0:7", "--listen", f"{host}:7701")
     assert result.code == 2
     assert f"{host.strip('[]')} is not a loopback address and no TLS credentials were given" in result.err
     assert "`dgr keys`" in result.err
 
 
-def test_plain_tcp_beyond_loopback_may_be_allowed(stages: Callable, small: Path) -> None:
+def test_plain_tcp_beyond_loopback_may_be_allowed(stages: Callable[..., list[Stage]], small: Path) -> None:
     (stage,) = stages((small, "0:7", "--allow-plain"))
     assert stage.address.startswith("127.0.0.1:")
 
@@ -57,12 +58,12 @@ def test_a_stage_may_listen_anywhere_when_told_so(small: Path) -> None:
     """On every address of the host, in the clear: only when asked for explicitly."""
     command = ["stage", str(small), "--layers", "0:7", "--listen", "0.0.0.0:0", "--allow-plain", *CONTEXT, "--json"]
     with _program(command) as process:
-        assert json.loads(process.stdout.readline())["address"].startswith("0.0.0.0:")
+        assert json.loads(present(process.stdout).readline())["address"].startswith("0.0.0.0:")
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0
 
 
-def _program(arguments: list[str]) -> subprocess.Popen:
+def _program(arguments: list[str]) -> subprocess.Popen[bytes]:
     return subprocess.Popen([sys.executable, "-m", "dgr", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
 
 
@@ -94,21 +95,21 @@ def _program(arguments: list[str]) -> subprocess.Popen:
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value).replace(" ".join(LISTEN), "…"),
 )
-def test_flags_that_cannot_be(flags: tuple[str, ...], message: str, run: Callable, small: Path) -> None:
+def test_flags_that_cannot_be(flags: tuple[str, ...], message: str, run: Callable[..., Result], small: Path) -> None:
     result = run("stage", small, *flags)
     assert result.code == 2
     assert message in result.err
     assert result.out == ""
 
 
-def test_a_model_that_is_not_there_is_refused(run: Callable, tmp_path: Path) -> None:
+def test_a_model_that_is_not_there_is_refused(run: Callable[..., Result], tmp_path: Path) -> None:
     result = run("stage", tmp_path / "none.gguf", "--layers", "0:7", *LISTEN)
     assert result.code == 2
     assert "none.gguf" in result.err
     assert len(result.err.splitlines()) == 1
 
 
-def test_a_port_that_is_taken_is_told_before_the_model_is_read(run: Callable, tmp_path: Path) -> None:
+def test_a_port_that_is_taken_is_told_before_the_model_is_read(run: Callable[..., Result], tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         result = run("stage", tmp_path / "none.gguf", "--layers", "0:7", "--listen", address)
@@ -116,7 +117,7 @@ def test_a_port_that_is_taken_is_told_before_the_model_is_read(run: Callable, tm
     assert f"cannot listen on {address}" in result.err
 
 
-def test_a_ready_stage_says_what_it_is(stages: Callable, small: Path) -> None:
+def test_a_ready_stage_says_what_it_is(stages: Callable[..., list[Stage]], small: Path) -> None:
     (stage,) = stages((small, "0:3"))
     assert isinstance(stage, Stage)
     assert set(stage.line) == {
@@ -131,11 +132,11 @@ def test_a_ready_stage_says_what_it_is(stages: Callable, small: Path) -> None:
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM], ids=lambda how: how.name)
 def test_a_signal_ends_a_stage_in_good_order(how: signal.Signals, small: Path) -> None:
     with _program(["stage", str(small), "--layers", "0:3", *LISTEN, *CONTEXT]) as process:
-        line = process.stdout.readline().decode()
+        line = present(process.stdout).readline().decode()
         assert line.startswith("stage 0:3 listens on 127.0.0.1:")
         os.kill(process.pid, how)
         assert process.wait(20) == 0
-        assert process.stderr.read() == b""
+        assert present(process.stderr).read() == b""
 
 
 # --- up ---
@@ -166,7 +167,9 @@ FAR = '[[stage]]\naddress = "192.0.2.1:7701"\nlayers = "0:7"\n'
         (STAGE, ("--model", "SMALL", "--threads", "0"), "--threads is 0"),
     ],
 )
-def test_what_up_refuses(text: str, flags: tuple[str, ...], message: str, run: Callable, small, tmp_path) -> None:
+def test_what_up_refuses(
+    text: str, flags: tuple[str, ...], message: str, run: Callable[..., Result], small: Path, tmp_path: Path
+) -> None:
     result = run("up", _route(tmp_path, text), *(str(small) if flag == "SMALL" else flag for flag in flags))
     assert result.code == 2
     assert message in result.err

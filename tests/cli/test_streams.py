@@ -13,11 +13,12 @@ import threading
 from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
-from commands import CONTEXT, Result
-from forks import Ended, begin, ended, forked, pipe
+from cli.commands import CONTEXT, Result
+from cli.forks import Ended, begin, ended, forked, pipe
 
 import dgr.cli.selftest
 import dgr.cli.stage
@@ -215,7 +216,9 @@ def test_errors_name_it_too(argv: list[object], tmp_path: Path) -> None:
     assert rb"\udcff" in result.err
 
 
-def test_a_route_file_is_not_touched_when_it_could_not_name_the_model(odd: Path, tmp_path: Path, run: Callable) -> None:
+def test_a_route_file_is_not_touched_when_it_could_not_name_the_model(
+    odd: Path, tmp_path: Path, run: Callable[..., Result]
+) -> None:
     route = tmp_path / "route.toml"
     route.write_text("as it was")
     result = run("plan", odd, "--stages", 2, "--ctx", 256, "-o", route)
@@ -292,7 +295,9 @@ def stdin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[
         (b"\xef\xbb\xbf", "standard input is empty"),
     ],
 )
-def test_a_prompt_that_is_not_utf8_is_refused_with_its_place(data: bytes, said: str, stdin: Callable) -> None:
+def test_a_prompt_that_is_not_utf8_is_refused_with_its_place(
+    data: bytes, said: str, stdin: Callable[[bytes], None]
+) -> None:
     stdin(data)
     with pytest.raises(InputError) as refused:
         streams.read_prompt("-")
@@ -300,7 +305,7 @@ def test_a_prompt_that_is_not_utf8_is_refused_with_its_place(data: bytes, said: 
 
 
 def test_an_input_without_an_end_is_refused(
-    monkeypatch: pytest.MonkeyPatch, run: Callable, small: Path, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, run: Callable[..., Result], small: Path, tmp_path: Path
 ) -> None:
     zeros = Path("/dev/zero")
     with zeros.open() as endless:
@@ -328,7 +333,7 @@ def test_a_lack_of_memory_is_told_on_one_line(capsys: pytest.CaptureFixture[str]
 
 
 @pytest.mark.parametrize("text", ["é漢😀", "a\r\nb\rc\n", "nul\0", " ", "\ufeffa".encode()[3:].decode() + "\ufeff"])
-def test_every_other_text_arrives_as_it_is(text: str, stdin: Callable) -> None:
+def test_every_other_text_arrives_as_it_is(text: str, stdin: Callable[[bytes], None]) -> None:
     for mark in (b"", b"\xef\xbb\xbf"):
         stdin(mark + text.encode())
         assert streams.read_prompt("-") == text
@@ -351,7 +356,8 @@ def test_so_is_one_on_the_command_line(prompt: str, said: str, run: Callable[...
 
 async def test_so_is_an_empty_one_in_a_program_but_for_a_turn_that_has_something_before_it(small: Path) -> None:
     async with dgr.open_pipeline(small) as pipeline, pipeline.session() as session:
-        for given in ({}, {"transcript": []}):
+        nothing: tuple[dict[str, Any], ...] = ({}, {"transcript": []})
+        for given in nothing:
             with pytest.raises(InputError, match="the prompt is empty, and there is nothing before it"):
                 session.generate("", **given)
         assert session.transcript == []
@@ -372,7 +378,9 @@ async def test_so_is_an_empty_one_in_a_program_but_for_a_turn_that_has_something
         ("--seed", "-1", "seed"),
     ],
 )
-def test_a_sampling_flag_out_of_range_is_refused(flag: str, value: str, said: str, run: Callable, small: Path) -> None:
+def test_a_sampling_flag_out_of_range_is_refused(
+    flag: str, value: str, said: str, run: Callable[..., Result], small: Path
+) -> None:
     result = run("generate", "--model", small, "--prompt", "fox", *CONTEXT, f"{flag}={value}", "--json")
     assert result.code == 2
     assert said in result.err
@@ -451,12 +459,12 @@ def test_an_exit_code_says_whose_act_it_was(error: DgrError | OSError, code: int
 @pytest.mark.parametrize("content", [None, b"", b"GGUF", b"no model", "folder"])
 @pytest.mark.parametrize("name", ["generate", "logits", "plan", "slice", "stage", "up", "inspect"])
 def test_a_missing_or_damaged_model_is_bad_input(
-    name: str, content, run: Callable[..., Result], tmp_path: Path
+    name: str, content: bytes | str | None, run: Callable[..., Result], tmp_path: Path
 ) -> None:
     model = tmp_path / "m.gguf"
     if content == "folder":
         model.mkdir()
-    elif content is not None:
+    elif isinstance(content, bytes):
         model.write_bytes(content)
     result = run(*COMMANDS[name][1](model, tmp_path))
     assert result.code == 2
@@ -475,7 +483,7 @@ class Terminal(io.StringIO):
 class Patient(progress.Activity):
     """A work that does not end before its clock has ticked once, unless what is printed shows that it goes on."""
 
-    def __init__(self, *about) -> None:
+    def __init__(self, *about: Any) -> None:
         self.drawn = threading.Event()
         super().__init__(*about)
 
@@ -505,7 +513,13 @@ class Patient(progress.Activity):
     ],
 )
 def test_a_terminal_shows_what_a_command_is_busy_with(
-    name: str, flags: tuple, said: str, small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stdin: Callable
+    name: str,
+    flags: tuple[str, ...],
+    said: str,
+    small: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    stdin: Callable[[bytes], None],
 ) -> None:
     """The clock of the display ticks a thousand times as fast, so that nothing has to take seconds."""
 
@@ -541,7 +555,9 @@ def test_a_display_is_wiped_before_anything_is_printed(monkeypatch: pytest.Monke
     assert lines == ["one word", " more"]
 
 
-def test_up_shows_that_stages_are_starting_until_all_are_ready(monkeypatch, capsys) -> None:
+def test_up_shows_that_stages_are_starting_until_all_are_ready(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     heads, tails = StageRef("h:1", LayerRange(0, 3)), StageRef("t:1", LayerRange(3, 7))
     monkeypatch.setattr(sys, "stderr", Terminal())
     with progress.progress_bar("starting the stages") as activity:

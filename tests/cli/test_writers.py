@@ -18,7 +18,8 @@ from pathlib import Path
 import pytest
 import trio
 from attrs import frozen
-from commands import Result
+from cli.commands import Result
+from fixture_types import Model
 
 import dgr.cli.fixture
 import dgr.cli.logits
@@ -60,7 +61,7 @@ STREAMS = [name for name, writer in WRITERS.items() if writer.streams]
 
 
 @pytest.fixture(scope="module")
-def words(model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[str]]:
+def words(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., list[str]]:
     """``words(writer, out)``: the command line of a writer that writes to ``out``."""
     tokens = tmp_path_factory.mktemp("tokens") / "t.i32"
     tokens.write_bytes(array("i", range(N_TOKENS)).tobytes())
@@ -217,7 +218,7 @@ def test_a_place_that_cannot_be_written_is_told_before_the_work(
 @pytest.mark.parametrize("how", ["its own name", "a symbolic link", "a hard link"])
 @pytest.mark.parametrize("name", [name for name, writer in WRITERS.items() if "MODEL" in writer.words])
 def test_what_is_read_is_not_written_over(
-    name: str, how: str, there: Path, run: Run, words: Callable[..., list[str]], model: Callable[..., Path]
+    name: str, how: str, there: Path, run: Run, words: Callable[..., list[str]], model: Model
 ) -> None:
     original = model("f32", preset="min", layers=4)
     copy, out = there / "model.gguf", there / "out"
@@ -241,7 +242,7 @@ def test_what_is_read_is_not_written_over(
 
 @pytest.mark.parametrize("name", WRITERS)
 def test_a_full_disk_leaves_the_old_file_and_nothing_else(
-    name: str, there: Path, run: Run, words: Callable[..., list[str]], model: Callable[..., Path]
+    name: str, there: Path, run: Run, words: Callable[..., list[str]], model: Model
 ) -> None:
     model("f32", preset="min", layers=4)
     out = there / "out"
@@ -311,7 +312,7 @@ async def test_a_run_that_is_told_to_end_leaves_nothing(
 
 @pytest.mark.slow
 def test_two_at_once_leave_the_whole_of_one(
-    there: Path, model: Callable[..., Path], words: Callable[..., list[str]], write: Callable[..., bytes]
+    there: Path, model: Model, words: Callable[..., list[str]], write: Callable[..., bytes]
 ) -> None:
     other = str(model("f32", preset="min", layers=4, seed=1))
     commands = [words("logits", there / "out"), words("logits", there / "out")]

@@ -402,7 +402,8 @@ async def test_a_closed_session_refuses_everything_and_its_waits_end(
         nursery.start_soon(waits)
         await trio.testing.wait_all_tasks_blocked()
         await session.aclose()
-    for call in (lambda: session.generate([1]), lambda: session.generate()):
+    calls: list[Callable[[], object]] = [lambda: session.generate([1]), lambda: session.generate()]
+    for call in calls:
         with pytest.raises(SessionError, match="closed"):
             call()
     await session.aclose()

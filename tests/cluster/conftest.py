@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from remote_stages import HANDSHAKE, Authority
+from cluster.remote_stages import HANDSHAKE, Authority
 
 from dgr.cluster.connect import LinkPolicy
 

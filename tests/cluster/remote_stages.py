@@ -9,6 +9,7 @@ import datetime
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
+from typing import Any, TypeVar
 
 import conversations
 import msgspec
@@ -53,7 +54,10 @@ def reference(prompt: Sequence[int] = PROMPT, count: int = 12) -> list[int]:
     return conversations.reference(prompt, count)
 
 
-async def next_event(events: trio.MemoryReceiveChannel[Event], kind: type[Event]) -> Event:
+E = TypeVar("E", bound=Event)
+
+
+async def next_event(events: trio.MemoryReceiveChannel[Event], kind: type[E]) -> E:
     """The next event of a kind; others are passed over."""
     async for event in events:
         if isinstance(event, kind):
@@ -107,9 +111,10 @@ class Hosts:
     ) -> Host:
         """``room``: bytes of a link's answers that the kernel keeps for this side; by default it is megabytes."""
         engine = engine or FakeEngine(LayerRange.parse(layers), self.context, model=self.model)
-        return await self._nursery.start(self._run, engine, address, policy or self.policy, dial, room)
+        host: Host = await self._nursery.start(self._run, engine, address, policy or self.policy, dial, room)
+        return host
 
-    async def start_all(self, split: Sequence[str], **options) -> list[Host]:
+    async def start_all(self, split: Sequence[str], **options: Any) -> list[Host]:
         return [await self.start(layers, **options) for layers in split]
 
     async def restart(self, host: Host) -> Host:
@@ -147,15 +152,15 @@ class Hosts:
     def route(self, hosts: Sequence[Host]) -> Route:
         return Route(tuple(StageRef(host.address, host.layers) for host in hosts))
 
-    def connector(self, **options) -> RemoteConnector:
+    def connector(self, **options: Any) -> RemoteConnector:
         return RemoteConnector(options.pop("policy", self.policy), **options)
 
-    def pipeline(self, hosts: Sequence[Host], **options) -> AbstractAsyncContextManager[Pipeline]:
+    def pipeline(self, hosts: Sequence[Host], **options: Any) -> AbstractAsyncContextManager[Pipeline]:
         connect = options.pop("connect", None) or self.connector()
         options.setdefault("timeouts", TIMEOUTS)
         return open_pipeline_on(connect, self.route(hosts), **options)
 
-    async def assert_serving(self, hosts: Sequence[Host], **options) -> None:
+    async def assert_serving(self, hosts: Sequence[Host], **options: Any) -> None:
         """A client who means well is served; afterwards nobody holds anything here."""
         async with self.pipeline(hosts, **options) as pipeline:
             assert await answer_of(pipeline, count=4) == reference(count=4)
@@ -211,7 +216,7 @@ class Authority:
 
         ``days``: from now on, when it begins to be valid and ends; the past is below zero.
         """
-        times = {}
+        times: dict[str, Any] = {}
         if days is not None:
             now = datetime.datetime.now(datetime.UTC)
             times = {
@@ -226,14 +231,14 @@ class Authority:
         key.chmod(0o600)
         return Credentials(self.ca, certificate, key)
 
-    def policy(self, *names: str, **options) -> LinkPolicy:
+    def policy(self, *names: str, **options: Any) -> LinkPolicy:
         return LinkPolicy(credentials=self.credentials(*names), **{"handshake": HANDSHAKE, **options})
 
 
 # --- peers by hand ---
 
 
-def identity(split: str = "0:2", *, of: ContextParams = CONTEXT, **changes) -> StageIdentity:
+def identity(split: str = "0:2", *, of: ContextParams = CONTEXT, **changes: Any) -> StageIdentity:
     """What a stage of these layers says of itself, but for ``changes``."""
     return msgspec.structs.replace(FakeEngine(LayerRange.parse(split), of).describe(), **changes)
 
@@ -248,9 +253,10 @@ async def connected(
     if room is not None:
         sock.setsockopt(trio.socket.SOL_SOCKET, trio.socket.SO_RCVBUF, room)
     await sock.connect((host, port))
-    stream: Transport = trio.SocketStream(sock)
+    plain = trio.SocketStream(sock)
+    stream: Transport = plain
     if credentials is not None:
-        stream = trio.SSLStream(stream, credentials.context(server=False), server_hostname=host)
+        stream = trio.SSLStream(plain, credentials.context(server=False), server_hostname=host)
     try:
         yield stream
     finally:
@@ -294,7 +300,7 @@ def client(name: str = "a client", wants: tuple[str, ...] = ("decode",)) -> Hell
     return Hello(Role.PIPELINE, name, None, wants)
 
 
-def stage(name: str, split: str = "0:2", **changes) -> Hello:
+def stage(name: str, split: str = "0:2", **changes: Any) -> Hello:
     return Hello(Role.STAGE, name, identity(split, **changes))
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import trio
 from cancel_at import CancelAt
-from remote_stages import TWO, answer_of, open_hosts, reference
+from cluster.remote_stages import TWO, answer_of, open_hosts, reference
 
 from dgr.cluster.connect import LinkPolicy
 

@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 import trio
 from attrs import evolve
+from cluster.remote_stages import HANDSHAKE, THREE, TWO, Authority, Hosts, open_hosts, read_to_end
 from conversations import seen
-from remote_stages import HANDSHAKE, THREE, TWO, Authority, Hosts, open_hosts, read_to_end
+from narrow import as_a, present
 
 from dgr.cluster import doctor
 from dgr.cluster.connect import LinkPolicy
@@ -130,7 +131,9 @@ PAST, FUTURE, SOON, LONG = (-10, -1), (1, 90), (-10, 5), (-10, 90)
     ],
     ids=["expired", "future"],
 )
-async def test_its_own_certificate_is_looked_at_first(days, what: str, next_step: str, authority: Authority) -> None:
+async def test_its_own_certificate_is_looked_at_first(
+    days: tuple[float, float], what: str, next_step: str, authority: Authority
+) -> None:
     """The stage is up and refuses it without a word; "start the stage there" would mislead."""
     async with open_hosts(authority.policy("127.0.0.1")) as hosts:
         whole = await hosts.start("0:6")
@@ -138,7 +141,7 @@ async def test_its_own_certificate_is_looked_at_first(days, what: str, next_step
         report = await doctor.examine(file_of(hosts.route([whole])), own)
         first, second = report.problems
         assert (first.where, first.next_step.startswith(next_step)) == ("this host", True)
-        assert f"{own.credentials.certificate} {what}" in first.what
+        assert f"{present(own.credentials).certificate} {what}" in first.what
         assert second.where == f"stage {whole.address}"
         assert second.next_step == "something listens there and ended the link: mend this host's certificate first"
 
@@ -167,7 +170,7 @@ async def test_a_certificate_of_another_ca_than_its_own_is_told(authority: Autho
 def test_a_ca_that_has_expired_or_soon_will_is_told(authority: Authority) -> None:
     mine = authority.credentials("client", days=(-10, 90))
     (ca,) = mine.context(server=True).get_ca_certs()
-    end = ssl.cert_time_to_seconds(ca["notAfter"])
+    end = ssl.cert_time_to_seconds(as_a(str, ca["notAfter"]))
     for now, later in ((end + 1, False), (end - 86_400, True)):
         finding, *_ = own_findings(mine, now)
         assert (finding.later, f"the CA's certificate {authority.ca} " in finding.what) == (later, True)
@@ -185,7 +188,7 @@ def test_a_ca_that_has_expired_or_soon_will_is_told(authority: Authority) -> Non
     ids=["expired", "future", "other IP", "other name", "other CA"],
 )
 async def test_advice_on_a_stages_certificate_goes_by_what_is_wrong(
-    names: tuple[str, ...], days, next_step: str, authority: Authority, tmp_path: Path
+    names: tuple[str, ...], days: tuple[float, float], next_step: str, authority: Authority, tmp_path: Path
 ) -> None:
     issuer = authority if names else Authority(tmp_path / "other")
     theirs = LinkPolicy(credentials=issuer.credentials(*names or ("127.0.0.1",), days=days), handshake=HANDSHAKE)

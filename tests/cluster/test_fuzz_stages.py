@@ -7,9 +7,9 @@ import random
 
 import pytest
 import trio
+from cluster.remote_stages import CONTEXT, HANDSHAKE, TWO, Host, client, connected, open_hosts, stage
 from hostile import Talker, raw, talk
 from msgspec.structs import replace
-from remote_stages import CONTEXT, HANDSHAKE, TWO, Host, client, connected, open_hosts, stage
 
 from dgr.cluster.connect import LinkPolicy
 from dgr.core.route import LayerRange
@@ -29,7 +29,7 @@ async def _attack(rng: random.Random, target: Host, names: list[str]) -> None:
             await exchange_preamble(stream, HANDSHAKE)
             hello = client() if rng.random() < 0.8 else stage(rng.choice(names), rng.choice(["0:2", "2:6"]))
             await stream.send_all(raw(hello))
-            await talk(stream, talker.bytes, rng, 40)
+            await talk(stream, talker.next_bytes, rng, 40)
     except (DgrError, OSError, trio.BrokenResourceError):
         return
 

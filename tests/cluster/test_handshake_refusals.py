@@ -8,11 +8,11 @@ import struct
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
+from typing import Any
 
 import pytest
 import trio
-from msgspec.structs import replace
-from remote_stages import (
+from cluster.remote_stages import (
     CONTEXT,
     HANDSHAKE,
     THREE,
@@ -32,12 +32,14 @@ from remote_stages import (
     reference,
     stage,
 )
+from msgspec.structs import replace
+from narrow import as_a, present
 
 from dgr.client.pipeline import open_pipeline_on
 from dgr.cluster.connect import LinkPolicy, RemoteConnector
 from dgr.core.prefix import PrefixDigest
 from dgr.core.route import LayerRange, Route, StageRef
-from dgr.core.values import Expectation, Key, Numerics
+from dgr.core.values import Expectation, Key, LogitsWanted, Numerics
 from dgr.errors import FrameError, InvalidRoute, LinkBroken, PeerRefused
 from dgr.testing.engines.fake import FakeEngine, FakeModel
 from dgr.testing.waits import until
@@ -46,7 +48,7 @@ from dgr.wire.frames import Boundary, Denied, Fence, Hello, Refusal, Refused, Ro
 from dgr.wire.framing import encode
 from dgr.wire.handshake import HANDSHAKE_LIMITS, exchange_preamble
 from dgr.wire.links import Link, open_link
-from dgr.wire.tcp import dial, names_host, parse_address
+from dgr.wire.tcp import Credentials, dial, names_host, parse_address
 
 NAME = "127.0.0.1:7701"
 _PREAMBLE = struct.Struct("<6sH16s")
@@ -100,7 +102,7 @@ async def impostor(said: bytes) -> AsyncIterator[str]:
         nursery.cancel_scope.cancel()
 
 
-async def connect(address: str, **options) -> None:
+async def connect(address: str, **options: Any) -> None:
     async with RemoteConnector(LinkPolicy(handshake=HANDSHAKE), **options)(address):
         pass
 
@@ -154,7 +156,7 @@ async def test_a_client_does_not_wait_for_a_mute_stage(said: bytes, problem: str
         ("layers", LayerRange(1, 3), "2:6"),
     ],
 )
-async def test_a_stage_of_another_kind_is_refused_naming_both_values(field: str, value: object, ours: str) -> None:
+async def test_a_stage_of_another_kind_is_refused_naming_both_values(field: str, value: Any, ours: str) -> None:
     async with open_hosts() as hosts:
         head, tail = await hosts.start_all(TWO)
         message = await denied(tail.address, stage(NAME, **{field: value}))
@@ -176,7 +178,7 @@ async def test_a_stage_of_another_kind_is_refused_naming_both_values(field: str,
     ],
     ids=lambda changes: next(iter(changes)),
 )
-async def test_another_context_is_refused_naming_both_values(changes: dict) -> None:
+async def test_another_context_is_refused_naming_both_values(changes: dict[str, Any]) -> None:
     other = replace(CONTEXT, **changes)
     async with open_hosts() as hosts:
         head, tail = await hosts.start_all(TWO)
@@ -287,9 +289,13 @@ async def test_a_newer_fence_gives_up_the_dial_of_an_older_one() -> None:
     async with open_hosts(LinkPolicy(handshake=60)) as hosts, tar_pits(3) as (pits, held):
         head, tail = await hosts.start_all(TWO)
         async with hosts.connector()(head.address) as (link, _):
+
+            def is_held(pit: int) -> bool:
+                return held[pit] == 1
+
             for epoch, pit in enumerate(pits, 1):
                 link.send_nowait(Fence(b"r" * 16, epoch, head.address, "", pit))
-                await until(lambda pit=epoch - 1: held[pit] == 1, what="the dial")
+                await until(partial(is_held, epoch - 1), what="the dial")
                 await until(lambda: sum(held) == 1, what="the end of the older dial")
             link.send_nowait(Fence(b"r" * 16, 9, head.address, "", ""))
             assert isinstance((await anext(link)).frame, frames.Fenced)
@@ -323,7 +329,7 @@ async def test_links_to_next_stages_are_as_many_as_links_may_be() -> None:
                     other.send_nowait(Fence(route, 1, tail.address, NAME, ""))
                     answers.append((await anext(link)).frame)
         assert [type(answer) for answer in answers] == [frames.Fenced, frames.Fenced, Refused]
-        assert "takes no more than 2" in answers[2].message
+        assert "takes no more than 2" in as_a(Refused, answers[2]).message
 
 
 async def test_a_link_that_is_just_being_made_is_not_taken_for_an_unused_one() -> None:
@@ -332,7 +338,7 @@ async def test_a_link_that_is_just_being_made_is_not_taken_for_an_unused_one() -
         head, one, two = await hosts.start_all(["0:2", "2:6", "2:6"])
         for name in (NAME, "127.0.0.1:7702"):
             async with head.server._dialing.setdefault((name, one.address), trio.Lock()):
-                link = await head.server._nursery.start(head.server._hold, name, one.address)
+                link = await present(head.server._nursery).start(head.server._hold, name, one.address)
                 await head.server.dial(name, two.address)
                 assert head.server._next[name, one.address] is link
         assert len(head.server.statistics().leaving) == 2  # the unused ones made room
@@ -368,7 +374,7 @@ async def test_a_client_that_knows_its_artifact_and_context_checks_them() -> Non
             ({"context": {"n_ctx": 128}}, "runs with n_ctx = 96; the route is for 128"),
             ({"context": {"type_k": "f32"}}, "runs with type_k = f16; the route is for f32"),
         ):
-            error = await failure(lambda options=options: connect(whole.address, **options))
+            error = await failure(partial(connect, whole.address, **options))
             assert isinstance(error, InvalidRoute)
             assert problem in str(error)
 
@@ -405,7 +411,7 @@ async def test_a_link_that_begins_with_anything_but_hello_is_refused() -> None:
 
 
 def _boundary(key: Key, seq: int) -> Boundary:
-    return Boundary(key, seq, Expectation(0, PrefixDigest().digest()), (1, 2), 2, None, 24)
+    return Boundary(key, seq, Expectation(0, PrefixDigest().digest()), (1, 2), LogitsWanted.ALL, None, 24)
 
 
 async def test_a_boundary_from_someone_who_is_not_the_predecessor_is_refused() -> None:
@@ -500,7 +506,7 @@ async def test_a_stage_must_be_named_in_its_certificate(authority: Authority) ->
         await hosts.assert_serving([head, tail])
 
 
-async def _answer(address: str, hello: Hello, credentials) -> frames.Frame:
+async def _answer(address: str, hello: Hello, credentials: Credentials | None) -> frames.Frame:
     async with greeted(address, hello, credentials) as (_, answer):
         return answer
 

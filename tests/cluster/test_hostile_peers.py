@@ -9,12 +9,13 @@ import ssl
 import tracemalloc
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
+from pathlib import Path
 
 import psutil
 import pytest
 import trio
 from attrs import evolve
-from remote_stages import (
+from cluster.remote_stages import (
     CONTEXT,
     HANDSHAKE,
     PROMPT,
@@ -34,16 +35,17 @@ from remote_stages import (
     reference,
     stage,
 )
+from narrow import as_a
 
 from dgr.client.pipeline import open_pipeline_on
 from dgr.cluster.connect import LinkPolicy
 from dgr.core.route import Route, StageRef
-from dgr.core.values import Expectation, Key
+from dgr.core.values import Expectation, Key, LogitsWanted
 from dgr.errors import DgrError, FrameError, LinkBroken
 from dgr.testing.network.proxy import open_proxy
 from dgr.testing.waits import until
 from dgr.wire import frames
-from dgr.wire.frames import Ping, Welcome
+from dgr.wire.frames import Hello, Ping, Welcome
 from dgr.wire.framing import Framer, Limits, encode
 from dgr.wire.handshake import exchange_preamble
 from dgr.wire.links import Link
@@ -97,7 +99,7 @@ STRANGERS: dict[str, tuple[Refusal, str]] = {
 
 @pytest.mark.parametrize("kind", STRANGERS)
 async def test_who_has_no_certificate_of_ours_is_refused(
-    kind: str, authority: Authority, tmp_path, caplog: pytest.LogCaptureFixture
+    kind: str, authority: Authority, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     make, problem = STRANGERS[kind]
     credentials = make(authority, Authority(tmp_path / "other"))
@@ -298,7 +300,9 @@ FLOODS: dict[str, Callable[[], Iterator[frames.Frame]]] = {
     "opens": lambda: (frames.Open(key, 1) for key in _keys()),
     "probes": lambda: (frames.QueryState(key, 1) for key in _keys()),
     "closes": lambda: (frames.Close(key, 1) for key in _keys()),
-    "tokens": lambda: (frames.Tokens(key, 1, Expectation(0, bytes(16)), (1,) * 16, 0, None) for key in _keys()),
+    "tokens": lambda: (
+        frames.Tokens(key, 1, Expectation(0, bytes(16)), (1,) * 16, LogitsWanted.NONE, None) for key in _keys()
+    ),
 }
 
 
@@ -325,7 +329,9 @@ async def test_a_flood_whose_answers_nobody_reads_ends_its_link(kind: str) -> No
     ],
     ids=["route sessions", "waits"],
 )
-async def test_a_flood_of_what_a_stage_must_remember_ends_its_link(hello, flood) -> None:
+async def test_a_flood_of_what_a_stage_must_remember_ends_its_link(
+    hello: Hello, flood: Callable[[], Iterator[frames.Frame]]
+) -> None:
     async with open_hosts(IMPATIENT) as hosts:
         head, tail = await hosts.start_all(TWO, room=_ROOM)
         with bounded_memory():
@@ -599,7 +605,7 @@ async def test_a_thousand_mutated_recordings(seed: int) -> None:
         hello, *rest = spoken(of_head)
         work = next(frame for frame in rest if isinstance(frame, frames.Boundary))
         async with greeted(tail.address, client()) as (control, _), trio.open_nursery() as nursery:
-            control.send_nowait(frames.Fence(work.key.route, work.key.epoch, tail.address, hello.name, ""))
+            control.send_nowait(frames.Fence(work.key.route, work.key.epoch, tail.address, as_a(Hello, hello).name, ""))
             assert isinstance((await anext(control)).frame, frames.Fenced)
 
             async def drain() -> None:
@@ -648,7 +654,13 @@ async def test_a_boundary_too_large_is_refused_before_any_byte_of_it() -> None:
                 wide = Limits(n_batch=2**20, boundary_width=3, n_vocab=1)
                 tokens = (1,) * 1000
                 frame = frames.Boundary(
-                    Key(b"r" * 16, 1, 1), 1, Expectation(0, bytes(16)), tokens, 0, None, 12 * len(tokens)
+                    Key(b"r" * 16, 1, 1),
+                    1,
+                    Expectation(0, bytes(16)),
+                    tokens,
+                    LogitsWanted.NONE,
+                    None,
+                    12 * len(tokens),
                 )
                 for head_bytes, _ in encode(frame, bytes(frame.payload), 1, wide):
                     await link._transport.send_all(head_bytes)

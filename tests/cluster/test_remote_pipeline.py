@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 
 import pytest
 import trio
 from attrs import evolve
-from conversations import held, seen, take
-from remote_stages import (
+from cluster.remote_stages import (
     CONTEXT,
     HANDSHAKE,
     PROMPT,
@@ -27,13 +27,14 @@ from remote_stages import (
     reference,
     stage,
 )
+from conversations import held, seen, take
 
 from dgr.client.events import RePrefilled, RouteChanged, RouteDown
 from dgr.client.pipeline import Timeouts, open_pipeline_on
 from dgr.cluster.connect import LinkPolicy
 from dgr.core.prefix import PrefixDigest
 from dgr.core.route import Route, StageRef
-from dgr.core.values import Expectation, Key, StageIdentity
+from dgr.core.values import Expectation, Key, LogitsWanted, StageIdentity
 from dgr.errors import DeadlineExceeded, LinkBroken, PeerRefused, PrefillFailed
 from dgr.protocol.states import EpochState
 from dgr.testing.engines.fake import FakeEngine
@@ -61,13 +62,17 @@ async def test_the_text_is_that_of_one_machine(policy: LinkPolicy, split: tuple[
         await hosts.assert_empty()
 
 
+def _keep(rows: bytearray, _position: int, values: memoryview) -> None:
+    rows.extend(values)
+
+
 async def test_rows_of_logits_come_back_whole(policy: LinkPolicy) -> None:
     async with open_hosts(policy) as hosts:
         results = []
         for split in (WHOLE, THREE):
             rows = bytearray()
             async with hosts.pipeline(await hosts.start_all(split)) as pipeline, pipeline.session() as session:
-                await session.logits(PROMPT, lambda _position, values, rows=rows: rows.extend(values))
+                await session.logits(PROMPT, partial(_keep, rows))
             results.append(bytes(rows))
         assert len(results[0]) == len(PROMPT) * 257 * 4
         assert results[0] == results[1]
@@ -80,7 +85,7 @@ async def test_readiness_flows_from_tail_to_head() -> None:
         connect, route = hosts.connector(), hosts.route([head, middle, tail])
         ready: list[str] = []
 
-        async def read_fenced(link, who: str) -> None:
+        async def read_fenced(link: Link, who: str) -> None:
             async for received in link:
                 assert isinstance(received.frame, frames.Fenced)
                 ready.append(who)
@@ -146,7 +151,7 @@ async def test_clients_at_the_same_time_get_each_their_own_text(policy: LinkPoli
     prompts = [list(text) for text in (b"One day", b"The other day, the same", b"Never")]
     answers: dict[int, list[int]] = {}
 
-    async def ask(index: int, stages) -> None:
+    async def ask(index: int, stages: Sequence[Host]) -> None:
         async with hosts.pipeline(stages) as pipeline:
             answers[index] = await answer_of(pipeline, prompts[index], 20)
 
@@ -371,7 +376,7 @@ async def test_a_sender_beyond_its_credit_breaks_the_protocol() -> None:
             assert isinstance((await anext(control)).frame, frames.Opened)
             for seq in (2, 3, 4):  # the link takes no part in credits on this side
                 expect = Expectation(0, PrefixDigest().digest())
-                boundary = frames.Boundary(key, seq, expect, (1,) * 16, 0, None, 192)
+                boundary = frames.Boundary(key, seq, expect, (1,) * 16, LogitsWanted.NONE, None, 192)
                 await link.send(boundary, bytes(192))
             await assert_closed(link)
         await hosts.assert_serving([await hosts.start("0:2"), tail])

@@ -6,15 +6,17 @@ import os
 import signal
 import socket
 import subprocess
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
 from attrs import evolve, field, frozen
+from cluster.remote_stages import answer_of, next_event
 from conversations import seen, take
-from remote_stages import answer_of, next_event
+from fixture_types import Prompt
 
 import dgr
 from dgr.cli.keys import make_keys
@@ -31,7 +33,7 @@ from dgr.testing.waits import until
 from dgr.wire.tcp import Credentials
 
 SPLIT = "0:2", "2:5", "5:7"
-CONTEXT = {"n_ctx": 512, "n_batch": 32, "n_ubatch": 32}
+CONTEXT: dict[str, Any] = {"n_ctx": 512, "n_batch": 32, "n_ubatch": 32}
 #: Tokens of a prompt that takes many chunks.
 LONG = 256
 #: Tokens of an answer, and the one at which things happen: "token n".
@@ -43,6 +45,12 @@ POLICY = LinkPolicy(heartbeat=BEAT)
 SLACK = 2.0
 #: Seconds for a stage to be started and fenced again, and for a prompt to be prefilled again.
 RECOVERED = 12.0
+
+
+#: What the whole model answers to a prompt of n tokens.
+Expected = Callable[[int], list[int]]
+#: What happens to a route in mid-answer; some of it is waited for.
+Act = Callable[[], Awaitable[object] | None]
 
 
 @frozen
@@ -60,7 +68,7 @@ class Loss:
 
 
 @pytest.fixture(scope="session")
-def expected(small: Path, prompt: Callable[[int], list[int]]) -> Callable[[int], list[int]]:
+def expected(small: Path, prompt: Prompt) -> Expected:
     """What the whole model, undisturbed and in this process, answers to a prompt of n tokens."""
     known: dict[int, list[int]] = {}
 
@@ -77,14 +85,14 @@ def expected(small: Path, prompt: Callable[[int], list[int]]) -> Callable[[int],
     return answer
 
 
-def open_remote(route: Route, /, **timeouts: float):
+def open_remote(route: Route, /, **timeouts: float) -> AbstractAsyncContextManager[Pipeline]:
     return open_pipeline_on(
         RemoteConnector(POLICY), route, chunk=16, timeouts=evolve(Timeouts(reply=30.0, control=30.0), **timeouts)
     )
 
 
 async def disturb(
-    pipeline: Pipeline, tokens: list[int], moment: int | None, act: Callable[[], object], then: Callable[[], object]
+    pipeline: Pipeline, tokens: list[int], moment: int | None, act: Act, then: Act
 ) -> tuple[list[int], Loss]:
     """Generate; at token ``moment``, or in the middle of the prefill (None), something happens, and ``then`` follows
     when the pipeline has noticed. Gives the text and what it cost."""
@@ -93,9 +101,11 @@ async def disturb(
         generation = session.generate(tokens, max_tokens=ANSWER)
         text = [] if moment is None else await take(generation, moment)
         seen(events)
+        acted = 0.0
+        noticed: list[tuple[RouteDown, float]] = []
 
         async def act_and_follow() -> None:
-            nonlocal acted, noticed
+            nonlocal acted
             if moment is None:
                 await until(lambda: session.committed > 0)
                 assert session.committed < len(tokens) - 32, "the prefill was over before anything could happen"
@@ -103,21 +113,18 @@ async def disturb(
             result = act()
             if result is not None:
                 await result
-            noticed = await next_event(events, RouteDown), trio.current_time()
+            noticed.append((await next_event(events, RouteDown), trio.current_time()))
             result = then()
             if result is not None:
                 await result
 
-        acted, noticed = 0.0, None
         async with trio.open_nursery() as nursery:
             nursery.start_soon(act_and_follow)
             text += await take(generation, 1)  # it is asked for while that happens
             came = trio.current_time()
-        if noticed is None:
-            raise AssertionError("nothing was noticed")
         text += await take(generation)
         again = [event for event in seen(events) if isinstance(event, RePrefilled)]
-        down, at = noticed
+        ((down, at),) = noticed
         return text, Loss(at - acted, came - acted, again[-1].tokens, down.why)
 
 
@@ -129,8 +136,8 @@ async def check_losses(
     tokens: list[int],
     right: list[int],
     limit: float,
-    act: Callable[[], object],
-    then: Callable[[], object],
+    act: Act,
+    then: Act,
     record: Callable[[str, object], None],
     moments: tuple[str, ...] = tuple(MOMENTS),
 ) -> None:
@@ -160,7 +167,14 @@ def nothing() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2], ids=["head", "middle", "tail"])
-async def test_a_killed_stage(stage: int, small, prompt, expected, tmp_path, record_property) -> None:
+async def test_a_killed_stage(
+    stage: int,
+    small: Path,
+    prompt: Prompt,
+    expected: Expected,
+    tmp_path: Path,
+    record_property: Callable[[str, object], None],
+) -> None:
     file = write_route(tmp_path / "route.toml", small, SPLIT, **CONTEXT)
     async with open_up(file, "--heartbeat", str(BEAT)) as up, open_remote(file.route) as pipeline:
         address = file.route.stages[stage].address
@@ -174,7 +188,14 @@ async def test_a_killed_stage(stage: int, small, prompt, expected, tmp_path, rec
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2], ids=["head", "middle", "tail"])
-async def test_a_frozen_stage(stage: int, small, prompt, expected, tmp_path, record_property) -> None:
+async def test_a_frozen_stage(
+    stage: int,
+    small: Path,
+    prompt: Prompt,
+    expected: Expected,
+    tmp_path: Path,
+    record_property: Callable[[str, object], None],
+) -> None:
     file = write_route(tmp_path / "route.toml", small, SPLIT, **CONTEXT)
     async with open_up(file, "--heartbeat", str(BEAT)) as up, open_remote(file.route) as pipeline:
         address = file.route.stages[stage].address
@@ -198,7 +219,14 @@ async def test_a_frozen_stage(stage: int, small, prompt, expected, tmp_path, rec
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [0, 1, 2], ids=["head", "middle", "tail"])
-async def test_a_stage_cut_off(stage: int, small, prompt, expected, tmp_path, record_property) -> None:
+async def test_a_stage_cut_off(
+    stage: int,
+    small: Path,
+    prompt: Prompt,
+    expected: Expected,
+    tmp_path: Path,
+    record_property: Callable[[str, object], None],
+) -> None:
     file = write_route(tmp_path / "route.toml", small, SPLIT, **CONTEXT)
     async with (
         open_up(file, "--heartbeat", str(BEAT)) as up,
@@ -215,7 +243,7 @@ async def test_a_stage_cut_off(stage: int, small, prompt, expected, tmp_path, re
 
 
 async def test_a_stage_killed_in_mid_answer_is_started_again_and_the_text_goes_on(
-    small, prompt, expected, tmp_path
+    small: Path, prompt: Prompt, expected: Expected, tmp_path: Path
 ) -> None:
     """The grid above in small: it is what a user sees first."""
     file = write_route(tmp_path / "route.toml", small, SPLIT, **CONTEXT)
@@ -231,7 +259,9 @@ async def test_a_stage_killed_in_mid_answer_is_started_again_and_the_text_goes_o
     assert up.process.returncode == 0
 
 
-async def test_a_stage_that_does_not_come_back_fails_its_own_requests_only(small, prompt, expected) -> None:
+async def test_a_stage_that_does_not_come_back_fails_its_own_requests_only(
+    small: Path, prompt: Prompt, expected: Expected
+) -> None:
     """Within the stated time, and with the stage named; who does not need it does not notice."""
     async with (
         open_stage(small, "0:4") as head,
@@ -272,7 +302,7 @@ async def ref_of(program: Program) -> StageRef:
     return StageRef(line["address"], LayerRange.parse(line["layers"]))
 
 
-async def test_sigint_ends_a_stage_that_serves_in_good_order(small, prompt, expected) -> None:
+async def test_sigint_ends_a_stage_that_serves_in_good_order(small: Path, prompt: Prompt, expected: Expected) -> None:
     async with open_stage(small, "0:7") as whole:
         route = Route((await ref_of(whole),))
         async with open_remote(route, route=0.2, control=0.2) as pipeline, pipeline.session() as session:
@@ -284,13 +314,15 @@ async def test_sigint_ends_a_stage_that_serves_in_good_order(small, prompt, expe
         assert "Traceback" not in whole.errors
 
 
-async def test_stages_with_certificates_of_dgr_keys_serve_a_route(small, prompt, expected, tmp_path) -> None:
+async def test_stages_with_certificates_of_dgr_keys_serve_a_route(
+    small: Path, prompt: Prompt, expected: Expected, tmp_path: Path
+) -> None:
     """What a first cluster does: keys, up, doctor, generate."""
     make_keys(tmp_path / "keys", ["127.0.0.1", "client"], 1)
     file = write_route(tmp_path / "route.toml", small, ("0:3", "3:7"), **CONTEXT)
+    keys = tmp_path / "keys"
     credentials = {
-        name: tuple(tmp_path / "keys" / part for part in ("ca.pem", f"{name}.pem", f"{name}.key"))
-        for name in ("127.0.0.1", "client")
+        name: (keys / "ca.pem", keys / f"{name}.pem", keys / f"{name}.key") for name in ("127.0.0.1", "client")
     }
     file = evolve(file, tls=credentials["127.0.0.1"])
     file.path.write_text(format_route_file(file))
@@ -309,7 +341,7 @@ async def test_stages_with_certificates_of_dgr_keys_serve_a_route(small, prompt,
     [signal.SIGTERM, signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)],
     ids=lambda how: how.name,
 )
-async def test_up_leaves_no_stage_behind(how: signal.Signals, small, prompt, tmp_path) -> None:
+async def test_up_leaves_no_stage_behind(how: signal.Signals, small: Path, prompt: Prompt, tmp_path: Path) -> None:
     file = write_route(tmp_path / "route.toml", small, ("0:3", "3:7"), **CONTEXT)
     async with open_up(file) as up:
         pids = [await up.ready(ref.address) for ref in file.route.stages]
@@ -322,7 +354,7 @@ async def test_up_leaves_no_stage_behind(how: signal.Signals, small, prompt, tmp
 
 
 @pytest.mark.slow
-async def test_up_ends_frozen_stages_too(small, tmp_path) -> None:
+async def test_up_ends_frozen_stages_too(small: Path, tmp_path: Path) -> None:
     """A frozen process does not hear that it is to end; it is killed after its time of grace."""
     file = write_route(tmp_path / "route.toml", small, ("0:7",), **CONTEXT)
     async with open_up(file) as up:
@@ -333,7 +365,7 @@ async def test_up_ends_frozen_stages_too(small, tmp_path) -> None:
         assert is_gone(pid)
 
 
-async def test_up_starts_only_what_it_is_told_to(small, tmp_path) -> None:
+async def test_up_starts_only_what_it_is_told_to(small: Path, tmp_path: Path) -> None:
     file = write_route(tmp_path / "route.toml", small, ("0:3", "3:7"), **CONTEXT)
     head, tail = (ref.address for ref in file.route.stages)
     async with open_program("up", str(file.path), "--json", "--only", tail) as up:
@@ -341,7 +373,7 @@ async def test_up_starts_only_what_it_is_told_to(small, tmp_path) -> None:
         assert up.events(head, "ready") == []
 
 
-async def test_up_does_not_insist_when_a_stage_refuses_its_arguments(small, tmp_path) -> None:
+async def test_up_does_not_insist_when_a_stage_refuses_its_arguments(small: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         addresses = [f"127.0.0.1:{taken.getsockname()[1]}", f"127.0.0.1:{free_ports(1)[0]}"]
         file = write_route(tmp_path / "route.toml", small, ("0:3", "3:7"), addresses, **CONTEXT)
@@ -354,7 +386,7 @@ async def test_up_does_not_insist_when_a_stage_refuses_its_arguments(small, tmp_
     assert all(map(is_gone, pids))
 
 
-async def test_a_stage_ends_with_its_parents_end_of_input(small) -> None:
+async def test_a_stage_ends_with_its_parents_end_of_input(small: Path) -> None:
     async with open_program(
         "stage", str(small), "--layers", "0:7", "--listen", "127.0.0.1:0", "--json", "--until-stdin-closes",
         stdin=subprocess.PIPE,

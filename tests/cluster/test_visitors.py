@@ -8,10 +8,11 @@ import os
 import socket
 import struct
 import unicodedata
+from typing import Any
 
 import pytest
 import trio
-from remote_stages import HANDSHAKE, Host, denied, identity, open_hosts
+from cluster.remote_stages import HANDSHAKE, Host, denied, identity, open_hosts
 
 from dgr.cli.logs import _OneLine, _RefusedConnections
 from dgr.cluster import visitors
@@ -70,7 +71,7 @@ async def test_one_that_says_nothing_is_given_up_within_the_deadline(caplog: pyt
         assert [f"said nothing within {HANDSHAKE:g} s" in said for said in warnings(caplog)] == [True]
 
 
-async def test_what_was_kept_back_is_counted(caplog: pytest.LogCaptureFixture, autojump_clock) -> None:
+async def test_what_was_kept_back_is_counted(caplog: pytest.LogCaptureFixture, autojump_clock: trio.abc.Clock) -> None:
     log = VisitorLog()
     for port in range(3):
         log.left(f"from 10.0.0.1:{port}", FrameError("not dgr"))
@@ -96,7 +97,8 @@ async def test_a_peers_words_begin_no_line_and_move_no_cursor(caplog: pytest.Log
     async with open_hosts() as hosts:
         tail = await hosts.start("2:6")
         for field in ("adapter", "architecture", "artifact", "runtime", "kernel_fingerprint", "wire_dtype"):
-            said = await denied(tail.address, Hello(Role.STAGE, "127.0.0.1:1", identity(**{field: forged})))
+            changes: dict[str, Any] = {field: forged}
+            said = await denied(tail.address, Hello(Role.STAGE, "127.0.0.1:1", identity(**changes)))
             assert unfit(said) == []
         await denied(tail.address, Hello(Role.STAGE, forged, identity()))
         await denied(tail.address, Hello(Role.PIPELINE, forged, None, (forged,)))
@@ -147,10 +149,12 @@ def test_connections_that_cannot_be_accepted_are_one_line_now_and_then(monkeypat
     assert all(record.exc_info is None for record in passed)
 
 
-async def test_a_stage_without_descriptors_left_says_so_in_a_line(monkeypatch, caplog) -> None:
+async def test_a_stage_without_descriptors_left_says_so_in_a_line(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """The real words of trio: if they change, so must the filter."""
 
-    class Full(trio.abc.Listener):
+    class Full(trio.abc.Listener[trio.abc.Stream]):
         def __init__(self) -> None:
             self.tries = 0
 
@@ -164,8 +168,15 @@ async def test_a_stage_without_descriptors_left_says_so_in_a_line(monkeypatch, c
 
     monkeypatch.setattr(logging.getLogger("trio.serve_listeners"), "filters", [])  # a command may have been run here
     full = Full()
+
+    async def nobody(_stream: trio.abc.Stream) -> None:
+        raise AssertionError("somebody was accepted")
+
+    async def serve() -> None:
+        await trio.serve_listeners(nobody, [full])
+
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(trio.serve_listeners, None, [full])
+        nursery.start_soon(serve)
         await until(lambda: full.tries == 3)
         nursery.cancel_scope.cancel()
     shown = _RefusedConnections()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -27,7 +28,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]
     monkeypatch.setattr(host, "_ROOT", tmp_path)
     memory = psutil.virtual_memory()._replace(total=TOTAL, available=FREE)
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
-    monkeypatch.setattr(host.os, "sched_getaffinity", lambda _: set(range(16)), raising=False)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(16)), raising=False)
 
     def make(groups: str, mounts: str, files: Mapping[str, object]) -> None:
         (tmp_path / "proc" / "self").mkdir(parents=True, exist_ok=True)
@@ -49,7 +50,9 @@ def test_without_control_groups_the_host_counts(tree: Callable[..., None]) -> No
 
 @pytest.mark.parametrize("limited", ["", "a/", "a/b/", "a/b/c/"])
 def test_version_2_the_least_of_all_groups_above_counts(tree: Callable[..., None], limited: str) -> None:
-    files = {f"{group}{name}": "max" for group in ("a/", "a/b/", "a/b/c/") for name in ("memory.max", "memory.high")}
+    files: dict[str, object] = {
+        f"{group}{name}": "max" for group in ("a/", "a/b/", "a/b/c/") for name in ("memory.max", "memory.high")
+    }
     files |= {f"{group}cpu.max": "max 100000" for group in ("a/", "a/b/", "a/b/c/")}
     files |= {
         f"{limited}memory.max": 512 * MIB,
@@ -93,7 +96,10 @@ def test_version_1(tree: Callable[..., None], group: str, root: str, folder: str
     """A container sees its own group at the root of the mount, or the host's whole tree, or something between."""
     groups = f"5:cpu,cpuacct:{group}\n4:memory:{group}\n3:cpuset:{group}\n1:name=systemd:/x\n0::/\n"
     mounts = [V1.format(root=root, name=name, controllers=name) for name in ("memory", "cpu,cpuacct", "cpuset")]
-    files = {f"memory/{folder}memory.limit_in_bytes": 512 * MIB, f"memory/{folder}memory.usage_in_bytes": 200 * MIB}
+    files: dict[str, object] = {
+        f"memory/{folder}memory.limit_in_bytes": 512 * MIB,
+        f"memory/{folder}memory.usage_in_bytes": 200 * MIB,
+    }
     files |= {f"memory/{folder}memory.stat": f"cache 1\ninactive_file 0\ntotal_inactive_file {100 * MIB}"}
     files |= {f"cpu,cpuacct/{folder}cpu.cfs_quota_us": 150000, f"cpu,cpuacct/{folder}cpu.cfs_period_us": 100000}
     files |= {f"cpuset/{folder}cpuset.cpus": "0-3,8"}
@@ -102,7 +108,11 @@ def test_version_1(tree: Callable[..., None], group: str, root: str, folder: str
 
 
 def test_version_1_without_limits(tree: Callable[..., None]) -> None:
-    files = {"memory/memory.limit_in_bytes": NO_LIMIT_V1, "cpu/cpu.cfs_quota_us": -1, "cpu/cpu.cfs_period_us": 100000}
+    files: dict[str, object] = {
+        "memory/memory.limit_in_bytes": NO_LIMIT_V1,
+        "cpu/cpu.cfs_quota_us": -1,
+        "cpu/cpu.cfs_period_us": 100000,
+    }
     mounts = [V1.format(root="/", name=name, controllers=name) for name in ("memory", "cpu")]
     tree("4:memory:/\n5:cpu:/\n", "\n".join(mounts), files)
     assert (available_cpus(), usable_memory()) == (16, TOTAL)
@@ -111,7 +121,7 @@ def test_version_1_without_limits(tree: Callable[..., None]) -> None:
 def test_both_versions_at_once(tree: Callable[..., None]) -> None:
     """As systemd's hybrid hierarchy: some controllers here, some there."""
     unified = V2.format(root="/").replace("/sys/fs/cgroup", "/sys/fs/cgroup/unified")
-    files = {
+    files: dict[str, object] = {
         "memory/a/memory.limit_in_bytes": 512 * MIB,
         "unified/b/cpu.max": "800000 100000",
         "unified/b/memory.max": "max",
@@ -135,7 +145,7 @@ def test_a_set_of_cpus_counts(tree: Callable[..., None], listed: str, cpus: int)
 
 
 def test_files_that_say_nothing_sensible_do_not_count(tree: Callable[..., None]) -> None:
-    files = {
+    files: dict[str, object] = {
         "memory.max": "much",
         "cpu.max": "1",
         "cpuset.cpus.effective": "all",

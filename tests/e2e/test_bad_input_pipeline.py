@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 import pytest
 import trio
+from e2e.running import Open
+from fixture_types import Prompt
 
 import dgr
+from dgr.client.session import ClientSession
 from dgr.core.values import ContextParams
-from dgr.engine.base import Work
+from dgr.engine.base import Output, ShardEngine, Work
 from dgr.errors import (
     ArtifactError,
     ContextLimitExceeded,
+    DgrError,
     EngineError,
     InvalidLayerRange,
     InvalidRoute,
@@ -27,7 +33,7 @@ CONTEXT = ContextParams(n_ctx=256, n_batch=128, n_ubatch=128, n_seq_max=3)
 SPLIT = "0:2,2:4,4:7"
 
 
-async def some(session, prompt, count):
+async def some(session: ClientSession, prompt: Sequence[int], count: int) -> list[int]:
     return [token.id async for token in session.generate(prompt, max_tokens=count, stop=())]
 
 
@@ -48,9 +54,11 @@ async def some(session, prompt, count):
     ],
     ids=["truncated", "header only", "architecture", "tensor"],
 )
-async def test_a_file_that_cannot_run(small, tmp_path, change, error, message):
+async def test_a_file_that_cannot_run(
+    small: Path, tmp_path: Path, change: Callable[[bytes], bytes], error: type[DgrError], message: str
+) -> None:
     path = tmp_path / "bad.gguf"
-    path.write_bytes(change(small.read_bytes()))
+    path.write_bytes(change(small.read_bytes()))  # noqa: ASYNC240 (some MiB, and nothing else runs)
     with pytest.raises(error, match=f"{re.escape(str(path))}.*{message}"):
         async with dgr.open_pipeline(path, SPLIT, context=CONTEXT):
             pass
@@ -69,7 +77,7 @@ async def test_a_file_that_cannot_run(small, tmp_path, change, error, message):
         ("", InvalidLayerRange, "not of the form A:B"),
     ],
 )
-async def test_a_split_that_is_none(small, split, error, message):
+async def test_a_split_that_is_none(small: Path, split: str, error: type[DgrError], message: str) -> None:
     with pytest.raises(error, match=message):
         async with dgr.open_pipeline(small, split, context=CONTEXT):
             pass
@@ -78,7 +86,7 @@ async def test_a_split_that_is_none(small, split, error, message):
 # --- prompts ----------------------------------------------------------------------------------------------------------
 
 
-async def test_prompts_that_cannot_be_run(small, prompt, open_stages):
+async def test_prompts_that_cannot_be_run(small: Path, prompt: Prompt, open_stages: Open) -> None:
     async with open_stages(small, SPLIT, CONTEXT) as running, running.pipeline.session() as session:
         first = await some(session, prompt(30), 3)
         transcript, before = list(session.transcript), running.images(session)
@@ -100,7 +108,7 @@ async def test_prompts_that_cannot_be_run(small, prompt, open_stages):
             assert await some(other, prompt(30), 6) == first + again
 
 
-async def test_an_answer_that_fills_the_context(small, prompt, open_stages):
+async def test_an_answer_that_fills_the_context(small: Path, prompt: Prompt, open_stages: Open) -> None:
     """Every token of the context is used, and the one that no longer fits is not asked for."""
     async with open_stages(small, SPLIT, CONTEXT) as running, running.pipeline.session() as session:
         generation = session.generate(prompt(250), stop=())
@@ -118,13 +126,15 @@ SPOILT = 511
 BAD = {"nan": float("nan"), "inf": float("inf"), "-inf": float("-inf"), "1e38": 1e38}
 
 
-def harmless(prompt, length, seed):
+def harmless(prompt: Prompt, length: int, seed: int) -> list[int]:
     return [token % SPOILT for token in prompt(length, seed=seed)]
 
 
 @pytest.mark.parametrize("stage", [1, 2])
 @pytest.mark.parametrize("value", BAD.values(), ids=BAD)
-async def test_a_bad_residual_ends_one_request(small, prompt, open_stages, stage, value):
+async def test_a_bad_residual_ends_one_request(
+    small: Path, prompt: Prompt, open_stages: Open, stage: int, value: float
+) -> None:
     texts = [harmless(prompt, 60, seed) for seed in range(2)]
     async with dgr.open_pipeline(small, context=CONTEXT) as whole:
         expected = []
@@ -132,9 +142,9 @@ async def test_a_bad_residual_ends_one_request(small, prompt, open_stages, stage
             async with whole.session() as session:
                 expected.append(await some(session, text, 12))
 
-    spoilers = []
+    spoilers: list[BadResidual] = []
 
-    def spoil(engine):
+    def spoil(engine: ShardEngine) -> BadResidual:
         spoilers.append(BadResidual(engine, value, SPOILT))
         return spoilers[-1]
 
@@ -146,7 +156,7 @@ async def test_a_bad_residual_ends_one_request(small, prompt, open_stages, stage
         found = await some(other, texts[0], 4)
         assert await some(victim, texts[1], 4) == expected[1][:4]
 
-        async def disturbed():
+        async def disturbed() -> None:
             nonlocal found
             found += await some(other, (), 8)
 
@@ -172,7 +182,7 @@ class Failing(Mutant):
 
     failed = False
 
-    def run(self, batch):
+    def run(self, batch: Sequence[Work]) -> list[Output]:
         if not self.failed and any(SPOILT in work.tokens for work in batch):
             self.failed = True
             self.engine.run([Work(work.slot, work.position, work.tokens, work.residual) for work in batch])
@@ -180,7 +190,7 @@ class Failing(Mutant):
         return self.engine.run(batch)
 
 
-async def test_a_native_failure_is_mended_by_a_re_prefill(small, prompt, open_stages):
+async def test_a_native_failure_is_mended_by_a_re_prefill(small: Path, prompt: Prompt, open_stages: Open) -> None:
     text = [*harmless(prompt, 90, 3), SPOILT, *harmless(prompt, 9, 4)]
     async with dgr.open_pipeline(small, context=CONTEXT) as whole, whole.session() as session:
         expected = await some(session, text, 8)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
+from pathlib import Path
 
 import pytest
 import trio
+from e2e.running import Open, Running
+from fixture_types import Prompt
 
 import dgr
 from dgr.client.session import ClientSession
@@ -15,11 +19,11 @@ CONTEXT = ContextParams(n_ctx=512, n_batch=128, n_ubatch=128, n_seq_max=3)
 SPLIT = "0:2,2:4,4:7"
 
 
-async def some(session: ClientSession, prompt, count: int) -> list[int]:
+async def some(session: ClientSession, prompt: Sequence[int], count: int) -> list[int]:
     return [token.id async for token in session.generate(prompt, max_tokens=count, stop=())]
 
 
-async def cancelled_generation(running, session, prompt):
+async def cancelled_generation(running: Running, session: ClientSession, prompt: Prompt) -> None:
     with trio.CancelScope() as scope:
         async for token in session.generate(prompt(5), max_tokens=50, stop=()):
             if token.position > 70:
@@ -27,7 +31,7 @@ async def cancelled_generation(running, session, prompt):
     assert scope.cancelled_caught
 
 
-async def cancelled_prefill(running, session, prompt):
+async def cancelled_prefill(running: Running, session: ClientSession, prompt: Prompt) -> None:
     with trio.CancelScope() as scope:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(session.prefill, prompt(300))
@@ -37,30 +41,32 @@ async def cancelled_prefill(running, session, prompt):
     await session.state_summaries()  # settles: what was in flight has drained
 
 
-async def dropped_iterator(running, session, prompt):
+async def dropped_iterator(running: Running, session: ClientSession, prompt: Prompt) -> None:
     async for _ in session.generate(prompt(9), max_tokens=50, stop=()):
         break
 
 
-async def diverging_turn(running, session, prompt):
+async def diverging_turn(running: Running, session: ClientSession, prompt: Prompt) -> None:
     [token async for token in session.generate(transcript=prompt(90, seed=8), max_tokens=3, stop=())]
 
 
-async def closed(running, session, prompt):
+async def closed(running: Running, session: ClientSession, prompt: Prompt) -> None:
     await session.aclose()
 
 
-async def reopened(running, session, prompt):
+async def reopened(running: Running, session: ClientSession, prompt: Prompt) -> None:
     await session.aclose()
     async with running.pipeline.session() as another:
         await some(another, prompt(100, seed=6), 4)
 
 
-ACTS = [cancelled_generation, cancelled_prefill, dropped_iterator, diverging_turn, closed, reopened]
+#: What is done to one session of a pipeline.
+Act = Callable[[Running, ClientSession, Prompt], Awaitable[None]]
+ACTS: list[Act] = [cancelled_generation, cancelled_prefill, dropped_iterator, diverging_turn, closed, reopened]
 
 
-@pytest.mark.parametrize("act", ACTS, ids=lambda act: act.__name__)
-async def test_an_act_on_one_session(small, prompt, open_stages, act):
+@pytest.mark.parametrize("act", ACTS, ids=lambda act: str(act.__name__))
+async def test_an_act_on_one_session(small: Path, prompt: Prompt, open_stages: Open, act: Act) -> None:
     async with open_stages(small, SPLIT, CONTEXT, chunk=64) as running, AsyncExitStack() as stack:
         sessions = [await stack.enter_async_context(running.pipeline.session()) for _ in range(2)]
         for seed, session in enumerate(sessions):
@@ -75,7 +81,7 @@ async def test_an_act_on_one_session(small, prompt, open_stages, act):
         assert await some(sessions[0], (), 5) == expected[3:]
 
 
-async def test_an_eviction(small, prompt, open_stages):
+async def test_an_eviction(small: Path, prompt: Prompt, open_stages: Open) -> None:
     policy = dgr.ShardPolicy(min_idle=0)
     async with open_stages(small, SPLIT, CONTEXT, policy=policy) as running, AsyncExitStack() as stack:
         oldest, kept, late = [await stack.enter_async_context(running.pipeline.session()) for _ in range(3)]
@@ -88,7 +94,7 @@ async def test_an_eviction(small, prompt, open_stages):
         assert (running.images(kept), running.images(late)) == before
 
 
-async def test_another_pipelines_fence(small, prompt, open_stages):
+async def test_another_pipelines_fence(small: Path, prompt: Prompt, open_stages: Open) -> None:
     async with open_stages(small, SPLIT, CONTEXT) as running, running.pipeline.session() as session:
         await some(session, prompt(66), 2)
         before = running.images(session)
@@ -103,7 +109,7 @@ async def test_another_pipelines_fence(small, prompt, open_stages):
         running.assert_slots_empty()
 
 
-async def test_a_route_change_frees_everything(small, prompt, open_stages):
+async def test_a_route_change_frees_everything(small: Path, prompt: Prompt, open_stages: Open) -> None:
     async with open_stages(small, SPLIT, CONTEXT) as running, running.pipeline.session() as session:
         first = await some(session, prompt(66), 2)
         await running.pipeline.change_route(running.pipeline.route)

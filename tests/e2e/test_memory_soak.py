@@ -7,13 +7,19 @@ import ctypes
 import gc
 import itertools
 import random
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
 
 import psutil
 import pytest
 import trio
 from attrs import frozen
+from e2e.running import Open, Running
+from fixture_types import Model, Prompt
 
 import dgr
+from dgr.client.session import ClientSession
 from dgr.core.values import ContextParams
 
 CONTEXT = ContextParams(n_ctx=256, n_batch=64, n_ubatch=64, n_seq_max=3)
@@ -33,12 +39,12 @@ def resident() -> int:
 class Life:
     """Sessions one after another, each ended at a random point of its life."""
 
-    def __init__(self, running, prompt) -> None:
+    def __init__(self, running: Running, prompt: Prompt) -> None:
         self.running = running
         self.prompt = prompt
         self.dice = random.Random(5)
         self.fates = dict.fromkeys(("unused", "prefilled", "read", "dropped", "cancelled", "evicted"), 0)
-        self._left_open = []
+        self._left_open: list[AbstractAsyncContextManager[ClientSession]] = []
 
     async def one(self) -> None:
         fate = self.dice.choice(list(self.fates))
@@ -87,7 +93,9 @@ class Growth:
         return min(self.windows)
 
 
-async def growth(open_stages, path, prompt, sessions: int, leak=lambda: None) -> Growth:
+async def growth(
+    open_stages: Open, path: Path, prompt: Prompt, sessions: int, leak: Callable[[], None] = lambda: None
+) -> Growth:
     """Open and end sessions, after a warm-up that fills every pool."""
     async with open_stages(path, SPLIT, CONTEXT, chunk=16, policy=dgr.ShardPolicy(min_idle=0)) as running:
         life = Life(running, prompt)
@@ -108,19 +116,19 @@ async def growth(open_stages, path, prompt, sessions: int, leak=lambda: None) ->
 
 
 @pytest.mark.slow
-async def test_300_sessions_leave_nothing_behind(model, prompt, open_stages):
+async def test_300_sessions_leave_nothing_behind(model: Model, prompt: Prompt, open_stages: Open) -> None:
     grown = await growth(open_stages, model("f32", layers=5), prompt, 300)
     assert sum(grown.windows) / 3 < PER_HUNDRED, grown
     assert min(grown.fates.values()) > 20
 
 
-async def test_60_sessions_leave_nothing_behind(model, prompt, open_stages):
+async def test_60_sessions_leave_nothing_behind(model: Model, prompt: Prompt, open_stages: Open) -> None:
     grown = await growth(open_stages, model("f32", layers=5), prompt, 60)
     assert grown.steady < PER_HUNDRED, grown
 
 
-async def test_a_leak_is_caught(model, prompt, open_stages):
-    leaked = []
+async def test_a_leak_is_caught(model: Model, prompt: Prompt, open_stages: Open) -> None:
+    leaked: list[bytes] = []
     grown = await growth(
         open_stages, model("f32", layers=5), prompt, 30, lambda: leaked.append(random.randbytes(100_000))
     )

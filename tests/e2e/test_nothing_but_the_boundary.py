@@ -8,18 +8,24 @@ from __future__ import annotations
 
 import contextlib
 import struct
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
 import trio
 from attrs import evolve, frozen
+from e2e.running import Mutate, Open
+from fixture_types import Prompt
 from msgspec.structs import replace
 
 import dgr.cluster.local
-from dgr.core.values import ContextParams, Expectation, Key
+from dgr.client.session import ClientSession
+from dgr.core.values import ContextParams, Expectation, Key, LogitsWanted
+from dgr.engine.base import Output, Work
 from dgr.testing.engines.mutants import Mutant
-from dgr.wire import frames
+from dgr.testing.state_inspector import InspectedEngine
+from dgr.wire import frames, memory_transports
 
 CONTEXT = ContextParams(n_ctx=512, n_batch=128, n_ubatch=128)
 SPLIT = "0:2,2:4,4:7"
@@ -34,17 +40,17 @@ class Tap(trio.abc.Stream):
         self.stream = stream
         self.sent = bytearray()
 
-    async def send_all(self, data):
+    async def send_all(self, data: bytes | bytearray | memoryview) -> None:
         self.sent += data
         await self.stream.send_all(data)
 
-    async def wait_send_all_might_not_block(self):
+    async def wait_send_all_might_not_block(self) -> None:
         await self.stream.wait_send_all_might_not_block()
 
-    async def receive_some(self, max_bytes=None):
+    async def receive_some(self, max_bytes: int | None = None) -> bytes | bytearray:
         return await self.stream.receive_some(max_bytes)
 
-    async def aclose(self):
+    async def aclose(self) -> None:
         await self.stream.aclose()
 
 
@@ -52,12 +58,11 @@ class Tap(trio.abc.Stream):
 def taps(monkeypatch: pytest.MonkeyPatch) -> list[Tap]:
     """Every end of every link made from now on."""
     made: list[Tap] = []
-    transports = dgr.cluster.local.memory_transports
 
-    def tapped():
-        ends = [Tap(end) for end in transports()]
-        made.extend(ends)
-        return tuple(ends)
+    def tapped() -> tuple[Tap, Tap]:
+        near, far = map(Tap, memory_transports())
+        made.extend((near, far))
+        return near, far
 
     monkeypatch.setattr(dgr.cluster.local, "memory_transports", tapped)
     return made
@@ -76,7 +81,9 @@ class Crossing:
 
 def crossings(sent: bytes) -> Iterator[Crossing]:
     """The frames in a recording; read here from the packet layout itself, not with the product's framer."""
-    at, payloads, opened = 0, {}, []
+    at = 0
+    payloads: dict[int | tuple[int, int], bytearray] = {}
+    opened: list[tuple[frames.Frame, int, bytearray]] = []
     while at < len(sent):
         length, kind, zero, stream = struct.unpack_from("<IBBH", sent, at)
         body = sent[at + 8 : at + 8 + length]
@@ -118,14 +125,15 @@ def wrong_sizes(recording: Iterable[Crossing], width: int) -> list[str]:
 class Collector(Mutant):
     """Changes nothing; notes every row that any component of its stage holds after every run."""
 
-    def __init__(self, engine, pieces: set[bytes]) -> None:
+    def __init__(self, engine: InspectedEngine | Collector, pieces: set[bytes]) -> None:
         super().__init__(engine)
+        self.probed = engine
         self.pieces = pieces
 
-    def run(self, batch):
+    def run(self, batch: Sequence[Work]) -> list[Output]:
         outputs = self.engine.run(batch)
-        for component, layer in self.engine.owned():
-            for row in self.engine.rows(component, layer):
+        for component, layer in self.probed.owned():
+            for row in self.probed.rows(component, layer):
                 if any(row):
                     self.pieces.update(row[at : at + PIECE] for at in range(0, len(row) - PIECE + 1, PIECE))
         return outputs
@@ -152,35 +160,41 @@ def everything(taps: Sequence[Tap]) -> bytes:
     )
 
 
-async def converse(session, prompt) -> None:
+async def converse(session: ClientSession, prompt: Prompt) -> None:
     """Turns that make the context grow to some hundreds of tokens."""
     for seed, size in enumerate((1, 5, 64, 130, 200)):
         async for _ in session.generate(prompt(size, seed=seed), max_tokens=4, stop=()):
             pass
 
 
-async def test_frames_have_the_boundarys_size_and_do_not_grow(small, prompt, open_stages, taps):
+async def test_frames_have_the_boundarys_size_and_do_not_grow(
+    small: Path, prompt: Prompt, open_stages: Open, taps: list[Tap]
+) -> None:
     async with open_stages(small, SPLIT, CONTEXT, chunk=64) as running, running.pipeline.session() as session:
         await converse(session, prompt)
         width = running.engines[0].describe().width_out
         committed = session.committed
     recording = between_stages(taps)
-    boundaries = [crossing for crossing in recording if isinstance(crossing.frame, frames.Boundary)]
-    others = frames.AwaitReady | frames.Ready | frames.Credit
-    assert all(isinstance(crossing.frame, others) for crossing in recording if crossing not in boundaries)
-    assert sum(len(crossing.frame.tokens) for crossing in boundaries) == 2 * committed  # two links
+    boundaries = [
+        (crossing.frame, crossing.header) for crossing in recording if isinstance(crossing.frame, frames.Boundary)
+    ]
+    others = frames.Boundary | frames.AwaitReady | frames.Ready | frames.Credit
+    assert all(isinstance(crossing.frame, others) for crossing in recording)
+    assert sum(len(frame.tokens) for frame, _ in boundaries) == 2 * committed  # two links
     assert wrong_sizes(recording, width) == []
-    single = [crossing.header for crossing in boundaries if len(crossing.frame.tokens) == 1]
-    assert boundaries[-1].frame.expect.position > 400
+    single = [header for frame, header in boundaries if len(frame.tokens) == 1]
+    assert boundaries[-1][0].expect.position > 400
     assert max(single) - min(single) <= 8  # integers become wider, nothing else
 
 
-def collecting(n_stages: int, pieces: set[bytes]):
+def collecting(n_stages: int, pieces: set[bytes]) -> dict[int, Mutate]:
     return {stage: lambda engine: Collector(engine, pieces) for stage in range(n_stages)}
 
 
 @pytest.mark.parametrize("type_k", ["f16", "f32"])
-async def test_no_row_of_any_cache_occurs(small, prompt, open_stages, taps, type_k):
+async def test_no_row_of_any_cache_occurs(
+    small: Path, prompt: Prompt, open_stages: Open, taps: list[Tap], type_k: str
+) -> None:
     pieces: set[bytes] = set()
     context = replace(CONTEXT, type_k=type_k)
     async with (
@@ -201,18 +215,21 @@ async def test_no_row_of_any_cache_occurs(small, prompt, open_stages, taps, type
 class Smuggler(Mutant):
     """A head that hides one row of one component in what it hands on."""
 
-    def __init__(self, engine, component: str, hide) -> None:
+    def __init__(
+        self, engine: InspectedEngine | Collector, component: str, hide: Callable[[bytes, bytes], bytes]
+    ) -> None:
         super().__init__(engine)
+        self.probed = engine
         self.component = component
         self.hide = hide
 
-    def run(self, batch):
+    def run(self, batch: Sequence[Work]) -> list[Output]:
         outputs = self.engine.run(batch)
         if self.engine.position(0) < 200:  # every component holds rows by then
             return outputs
-        component, layer = next(key for key in self.engine.owned() if key[0] == self.component)
-        row = next(row for row in self.engine.rows(component, layer) if any(row))
-        return [evolve(output, residual=self.hide(bytes(output.residual), row)) for output in outputs]
+        component, layer = next(key for key in self.probed.owned() if key[0] == self.component)
+        row = next(row for row in self.probed.rows(component, layer) if any(row))
+        return [evolve(output, residual=self.hide(bytes(output.residual or b""), row)) for output in outputs]
 
 
 def inside(residual: bytes, row: bytes) -> bytes:
@@ -225,7 +242,9 @@ def behind(residual: bytes, row: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("component", ["raw_swa", "csa", "hca", "indexer", "csa_ring", "hca_ring", "indexer_ring"])
-async def test_a_smuggled_row_is_found(small, prompt, open_stages, taps, component):
+async def test_a_smuggled_row_is_found(
+    small: Path, prompt: Prompt, open_stages: Open, taps: list[Tap], component: str
+) -> None:
     pieces: set[bytes] = set()
     mutate = {0: lambda engine: Smuggler(Collector(engine, pieces), component, inside)}
     async with (
@@ -237,7 +256,9 @@ async def test_a_smuggled_row_is_found(small, prompt, open_stages, taps, compone
     assert occurrences(pieces, everything(taps)) != []
 
 
-async def test_a_row_behind_the_boundary_cannot_be_sent(small, prompt, open_stages, taps):
+async def test_a_row_behind_the_boundary_cannot_be_sent(
+    small: Path, prompt: Prompt, open_stages: Open, taps: list[Tap]
+) -> None:
     smuggle = {0: lambda engine: Smuggler(engine, "raw_swa", behind)}
     async with (
         open_stages(small, SPLIT, CONTEXT, chunk=64, mutate=smuggle) as running,
@@ -249,9 +270,9 @@ async def test_a_row_behind_the_boundary_cannot_be_sent(small, prompt, open_stag
     assert wrong_sizes(between_stages(taps), width) == []
 
 
-def test_a_frame_that_grew_is_found():
+def test_a_frame_that_grew_is_found() -> None:
     key = Key(bytes(16), 1, 1)
-    boundary = frames.Boundary(key, 1, Expectation(0, bytes(16)), (1, 2), 0, None, payload=2048)
+    boundary = frames.Boundary(key, 1, Expectation(0, bytes(16)), (1, 2), LogitsWanted.NONE, None, payload=2048)
     assert wrong_sizes([Crossing(boundary, 80, bytes(2048))], 256) == []
     assert wrong_sizes([Crossing(boundary, 80, bytes(2048 + 64))], 256) != []
     assert wrong_sizes([Crossing(boundary, 256 + 5 * 2 + 1, bytes(2048))], 256) != []

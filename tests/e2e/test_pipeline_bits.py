@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
+
 import pytest
 import trio
+from e2e.running import Open
+from fixture_types import Model, PipelineLogits, Prompt
 from msgspec.structs import replace
 
 import dgr
+from dgr.client.session import ClientSession
 from dgr.core.values import ContextParams, SamplingParams
 from dgr.selftest.llama_chain import open_chain
 from dgr.testing.engines.mutants import Mutant, StaleRow, SwappedSideband
@@ -15,7 +21,7 @@ CONTEXT = ContextParams(n_ctx=1024, n_seq_max=4)
 SPLIT = "0:15,15:29,29:43"
 
 
-def by_hand(path, prompt, decoded):
+def by_hand(path: Path, prompt: Sequence[int], decoded: int) -> tuple[list[int], bytes]:
     with open_chain(path, None, replace(CONTEXT, n_seq_max=1)) as chain:
         rows = chain.feed(prompt, chunk=512)
         first, _ = chain.engines[-1].sample(rows, (), SamplingParams())
@@ -23,40 +29,45 @@ def by_hand(path, prompt, decoded):
         return [first, *drawn], rows + more
 
 
-async def generated(session, prompt, count):
+async def generated(session: ClientSession, prompt: Sequence[int], count: int) -> list[int]:
     return [token.id async for token in session.generate(prompt, max_tokens=count, stop=())]
 
 
-async def all_logits(session, tokens, row):
+async def all_logits(session: ClientSession, tokens: Sequence[int], row: int) -> bytes:
     rows = bytearray(row * len(tokens))
 
-    def take(position, values):
+    def take(position: int, values: memoryview) -> None:
         rows[position * row : position * row + values.nbytes] = values
 
     await session.logits(tokens, take)
     return bytes(rows)
 
 
-async def through_the_runtime(path, split, prompt, tokens, chunk):
+async def through_the_runtime(
+    path: Path, split: str, prompt: Sequence[int], tokens: Sequence[int], chunk: int
+) -> tuple[list[int], bytes]:
     """Greedy text, and the logits of prompt and text; two sessions at once, that share batches."""
-    found = {}
+    text: list[int] = []
+    rows = b""
     async with dgr.open_pipeline(path, split, context=CONTEXT, chunk=chunk) as pipeline:
 
-        async def generate():
+        async def generate() -> None:
+            nonlocal text
             async with pipeline.session() as session:
-                found["tokens"] = await generated(session, prompt, len(tokens))
+                text = await generated(session, prompt, len(tokens))
 
-        async def logits():
+        async def logits() -> None:
+            nonlocal rows
             async with pipeline.session() as session:
-                found["rows"] = await all_logits(session, [*prompt, *tokens[:-1]], 4 * pipeline.n_vocab)
+                rows = await all_logits(session, [*prompt, *tokens[:-1]], 4 * pipeline.n_vocab)
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(generate)
             nursery.start_soon(logits)
-    return found["tokens"], found["rows"]
+    return text, rows
 
 
-async def test_text_and_logits_of_three_stages(tiny, prompt):
+async def test_text_and_logits_of_three_stages(tiny: Path, prompt: Prompt) -> None:
     tokens, rows = await trio.to_thread.run_sync(by_hand, tiny, prompt(260), 12)
     assert await through_the_runtime(tiny, SPLIT, prompt(260), tokens, 64) == (tokens, rows)
 
@@ -66,24 +77,26 @@ async def test_text_and_logits_of_three_stages(tiny, prompt):
     ("weights", "split", "chunk"),
     [("f32", SPLIT, 64), ("mixed", "0:2,2:3,3:42,42:43", 512)],
 )
-async def test_700_tokens_and_64_decode_steps(model, prompt, weights, split, chunk):
+async def test_700_tokens_and_64_decode_steps(
+    model: Model, prompt: Prompt, weights: str, split: str, chunk: int
+) -> None:
     tokens, rows = await trio.to_thread.run_sync(by_hand, model(weights), prompt(700), 64)
     assert await through_the_runtime(model(weights), split, prompt(700), tokens, chunk) == (tokens, rows)
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 64, None])
-async def test_chunks(small, prompt, pipeline_logits, chunk):
+async def test_chunks(small: Path, prompt: Prompt, pipeline_logits: PipelineLogits, chunk: int | None) -> None:
     _, rows = by_hand(small, prompt(200), 0)
     assert await pipeline_logits(small, "0:2,2:4,4:7", prompt(200), context=CONTEXT, chunk=chunk) == rows
 
 
-async def test_sessions_at_once_are_as_sessions_alone(small, prompt):
+async def test_sessions_at_once_are_as_sessions_alone(small: Path, prompt: Prompt) -> None:
     lengths = (5, 130, 257, 64)
     alone = [by_hand(small, prompt(length, seed=length), 15)[0] for length in lengths]
-    found = {}
+    found: dict[int, list[int]] = {}
     async with dgr.open_pipeline(small, "0:2,2:4,4:7", context=CONTEXT, chunk=50) as pipeline:
 
-        async def talk(length):
+        async def talk(length: int) -> None:
             async with pipeline.session() as session:
                 found[length] = await generated(session, prompt(length, seed=length), 16)
 
@@ -94,7 +107,9 @@ async def test_sessions_at_once_are_as_sessions_alone(small, prompt):
 
 
 @pytest.mark.parametrize(("mutant", "equal"), [(Mutant, True), (SwappedSideband, False), (StaleRow, False)])
-async def test_a_mutant_among_the_stages_is_caught(small, prompt, open_stages, mutant, equal):
+async def test_a_mutant_among_the_stages_is_caught(
+    small: Path, prompt: Prompt, open_stages: Open, mutant: type[Mutant], equal: bool
+) -> None:
     _, rows = by_hand(small, prompt(60), 0)
     async with (
         open_stages(small, "0:2,2:7", CONTEXT, mutate={1: mutant}) as running,

@@ -15,6 +15,7 @@ import unicodedata
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -79,13 +80,13 @@ def vocabulary(tiny: Path) -> Iterator[LlamaVocabulary]:
         yield opened
 
 
-def test_text_is_split_as_by_std_regex(drawn_texts):
+def test_text_is_split_as_by_std_regex(drawn_texts: list[str]) -> None:
     reference = on_std_regex(*OURS)
     for text in drawn_texts:
         assert split_text(OURS, text) == split_text(reference, text), ascii(text)
 
 
-def test_every_character_is_split_as_by_std_regex():
+def test_every_character_is_split_as_by_std_regex() -> None:
     """Each beside a letter, a digit, a sign, blanks and a newline, on both sides."""
     reference = on_std_regex(*OURS)
     codes = [chr(code) for code in itertools.chain(range(0xD800), range(0xE000, 0x20000), range(0xE0000, 0xE0200))]
@@ -112,13 +113,15 @@ MUTANTS = {
 
 
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_another_splitter_would_be_noticed(drawn_texts, mutant):
+def test_another_splitter_would_be_noticed(drawn_texts: list[str], mutant: str) -> None:
     changed = on_std_regex(*MUTANTS[mutant])
     assert MUTANTS[mutant] != OURS
     assert any(split_text(OURS, text) != split_text(changed, text) for text in drawn_texts)
 
 
-def test_token_ids_are_those_of_the_words_that_std_regex_splits(vocabulary, drawn_texts):
+def test_token_ids_are_those_of_the_words_that_std_regex_splits(
+    vocabulary: LlamaVocabulary, drawn_texts: list[str]
+) -> None:
     """The vocabulary uses these very expressions, and merges within a word alone."""
     built, symbols = build_vocabulary(vocabulary.n_vocab), byte_symbols()
     ranks = {tuple(merge.split(" ")): rank for rank, merge in enumerate(built.merges)}
@@ -134,7 +137,7 @@ def test_token_ids_are_those_of_the_words_that_std_regex_splits(vocabulary, draw
 
     reference = on_std_regex(*OURS)
     for text in [*drawn_texts[:1000], "  The quick brown fox\r\n\r\n  jumps!over 12345 lazy dogs' tails"]:
-        data, at, expected = text.encode(), 0, []
+        data, at, expected = text.encode(), 0, list[int]()
         for size in split_text(reference, text):
             expected += tokens_of(data[at : at + size])
             at += size
@@ -158,7 +161,7 @@ def parted(text: str, specials: dict[str, int]) -> list[str | int]:
     return parts
 
 
-def test_special_tokens_part_a_text_wherever_they_stand(vocabulary):
+def test_special_tokens_part_a_text_wherever_they_stand(vocabulary: LlamaVocabulary) -> None:
     specials, drawn = {text: token for token, text in enumerate(SPECIALS)}, random.Random(3)
     pieces = [*SPECIALS, *SPECIALS, "<think", "</think>>", "<｜", "｜>", "<", ">", " ", "\n", "a", "漢", "think"]
     seen = set()
@@ -238,7 +241,7 @@ def measure_runs(model: Path, folder: Path, length: int, kinds: dict[str, str]) 
     return took
 
 
-def test_runs_of_every_category_pass_on_a_small_stack(tiny, tmp_path):
+def test_runs_of_every_category_pass_on_a_small_stack(tiny: Path, tmp_path: Path) -> None:
     measure_runs(tiny, tmp_path, 10_000, kinds_of_runs())
 
 
@@ -252,7 +255,7 @@ def slower_than_linear(model: Path, folder: Path, ways: dict[str, str]) -> dict[
     return {kind: round(long[kind] / short[kind]) for kind in ways if long[kind] > 120 * short[kind] + 0.05}
 
 
-def test_time_grows_with_the_length_and_no_faster(tiny, tmp_path):
+def test_time_grows_with_the_length_and_no_faster(tiny: Path, tmp_path: Path) -> None:
     ways = {kind: char for kind, char in kinds_of_runs().items() if kind in WAYS}
     assert slower_than_linear(tiny, tmp_path, ways) == {}
 
@@ -265,7 +268,7 @@ ENDLESS = {
 
 
 @pytest.mark.parametrize("merges", ENDLESS.values(), ids=ENDLESS)
-def test_long_tokens_grow_out_of_merges_in_linear_time(tmp_path, merges):
+def test_long_tokens_grow_out_of_merges_in_linear_time(tmp_path: Path, merges: list[tuple[str, str]]) -> None:
     plain = write_fixture(tmp_path / "plain.gguf", preset="min", layers=4).path
     keys = {
         "tokens": strings([*build_vocabulary(MIN_VOCAB).tokens, *(left + right for left, right in merges)]),
@@ -283,12 +286,12 @@ def test_long_tokens_grow_out_of_merges_in_linear_time(tmp_path, merges):
 
 
 @pytest.mark.slow
-def test_runs_of_a_million_of_every_category_pass_on_a_small_stack(tiny, tmp_path):
+def test_runs_of_a_million_of_every_category_pass_on_a_small_stack(tiny: Path, tmp_path: Path) -> None:
     took = measure_runs(tiny, tmp_path, 1_000_000, kinds_of_runs())
     assert max(took.values()) < 60
 
 
-def test_other_threads_run_while_a_long_text_is_encoded(vocabulary):
+def test_other_threads_run_while_a_long_text_is_encoded(vocabulary: LlamaVocabulary) -> None:
     """The native call has let go of the GIL: else nothing here would move until it returns."""
     ended, moved = threading.Event(), 0
 
@@ -310,34 +313,35 @@ def test_other_threads_run_while_a_long_text_is_encoded(vocabulary):
 
 
 @pytest.mark.parametrize(("text", "where"), [("\ud83d", 0), ("caf\udce9", 3), ("漢字 \udfff!", 3), ("\ud83d\ude00", 0)])
-def test_a_lone_surrogate_is_named_with_its_place(vocabulary, text, where):
+def test_a_lone_surrogate_is_named_with_its_place(vocabulary: LlamaVocabulary, text: str, where: int) -> None:
     with pytest.raises(InputError, match=rf"a lone surrogate, U\+{ord(text[where]):04X}, at character {where}"):
         vocabulary.encode(text)
 
 
 @pytest.mark.parametrize("value", [b"bytes", None, 7, ["a"]])
-def test_what_is_not_a_string_is_refused(vocabulary, value):
+def test_what_is_not_a_string_is_refused(vocabulary: LlamaVocabulary, value: Any) -> None:
     with pytest.raises(InputError, match=f"the text is a {type(value).__name__}; give a str"):
         vocabulary.encode(value)
 
 
-def test_more_text_than_memory_should_hold_is_refused(vocabulary):
+def test_more_text_than_memory_should_hold_is_refused(vocabulary: LlamaVocabulary) -> None:
     with pytest.raises(InputError, match="has 16777218 bytes; one text may have 16777216"):
         vocabulary.encode("é" * (8 << 20) + "é")
 
 
 @pytest.mark.parametrize("token", [-1, 512, 2**31, 2**64, 1.0, "1", None])
-def test_a_token_outside_the_vocabulary_is_refused(vocabulary, token):
+def test_a_token_outside_the_vocabulary_is_refused(vocabulary: LlamaVocabulary, token: Any) -> None:
     assert vocabulary.n_vocab == 512
     with pytest.raises(InvalidToken, match="token id"):
         vocabulary.piece(token)
 
 
-def test_any_integer_type_names_a_token(vocabulary):
-    assert vocabulary.piece(np.int64(300)) == vocabulary.piece(300)
+def test_any_integer_type_names_a_token(vocabulary: LlamaVocabulary) -> None:
+    integer: Any = np.int64(300)  # as callers without types have it
+    assert vocabulary.piece(integer) == vocabulary.piece(300)
 
 
-def test_a_closed_vocabulary_says_so(tiny):
+def test_a_closed_vocabulary_says_so(tiny: Path) -> None:
     vocabulary = LlamaVocabulary(tiny)
     vocabulary.close()
     for use in (lambda: vocabulary.encode("a"), lambda: vocabulary.piece(1)):

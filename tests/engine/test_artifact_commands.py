@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from narrow import present
 
 from dgr.artifact.artifact import Artifact
 from dgr.artifact.manifest import decode_manifest
@@ -171,12 +172,13 @@ def test_a_progress_bar_for_people_only(monkeypatch: pytest.MonkeyPatch) -> None
 
     with progress_bar("reading") as progress:
         assert progress is None
-    monkeypatch.setattr(sys, "stderr", Terminal())
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
     with progress_bar("reading") as progress:
         assert progress is not None
         progress(1 << 20, 4 << 20)
         progress(4 << 20, 4 << 20)
-    drawn = sys.stderr.getvalue()  # type: ignore[attr-defined]
+    drawn = terminal.getvalue()
     assert "reading [#######" in drawn
     assert "25% of 4.00 MiB" in drawn
     assert "100% of 4.00 MiB" in drawn
@@ -211,7 +213,7 @@ def test_hosts_that_have_only_their_slice_answer_as_the_whole_model(
         [sys.executable, "-m", "dgr", "up", route, "--json"], stdout=subprocess.PIPE, env=os.environ, text=True
     ) as up:
         try:
-            ready = [json.loads(up.stdout.readline()) for _ in stages]  # type: ignore[union-attr]
+            ready = [json.loads(present(up.stdout).readline()) for _ in stages]
             assert {event["event"] for event in ready} == {"ready"}
             answer = said(capsys, "generate", "--route", route, *ask)
         finally:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
+from fixture_types import Model, Prompt
 from msgspec.structs import replace
 
 from dgr.core.route import LayerRange
@@ -27,7 +28,10 @@ from dgr.errors import (
 )
 from dgr.selftest.chain import some_tokens
 from dgr.testing.state_inspector import InspectedEngine
+from dgr.v4.state_map import Component
 
+#: Writes a changed copy of the model; its path.
+Changed = Callable[[Callable[[bytearray], bytearray]], Path]
 CONTEXT = ContextParams(n_ctx=256, n_batch=128, n_ubatch=128, n_seq_max=3)
 
 
@@ -35,7 +39,7 @@ CONTEXT = ContextParams(n_ctx=256, n_batch=128, n_ubatch=128, n_seq_max=3)
 
 
 @pytest.fixture
-def changed(small: Path, tmp_path: Path) -> Callable[[Callable[[bytearray], bytearray]], Path]:
+def changed(small: Path, tmp_path: Path) -> Changed:
     """A copy of the model with its bytes changed."""
 
     def write(change: Callable[[bytearray], bytearray]) -> Path:
@@ -60,19 +64,19 @@ def with_ratio(data: bytearray, layer: int, ratio: int) -> bytearray:
 
 
 @pytest.mark.parametrize("kept", [0, 3, 20, 1000, 100_000, -5000, -1])
-def test_a_truncated_file(changed, kept):
+def test_a_truncated_file(changed: Changed, kept: int) -> None:
     path = changed(lambda data: data[:kept])
     with pytest.raises(ArtifactError, match=rf"{re.escape(str(path))}: .*\b\d+ bytes.*fetch it again"):
         LlamaEngine(path, None, CONTEXT)
 
 
-def test_another_architecture(changed):
+def test_another_architecture(changed: Changed) -> None:
     path = changed(lambda data: replaced(data, b"deepseek4", b"deepseek2", after=b"general.architecture"))
     with pytest.raises(UnsupportedModel, match=r"'deepseek2'.*'deepseek4'"):
         LlamaEngine(path, None, CONTEXT)
 
 
-def test_a_missing_tensor(changed):
+def test_a_missing_tensor(changed: Changed) -> None:
     # The other name is of a tensor that a file may have.
     path = changed(lambda data: replaced(data, b"blk.3.ffn_gate_inp.weight", b"blk.3.exp_probs_b_vl.bias"))
     with pytest.raises(ArtifactError, match=r"'blk\.3\.ffn_gate_inp\.weight' is missing, but layer range 0:7 needs it"):
@@ -80,14 +84,14 @@ def test_a_missing_tensor(changed):
 
 
 @pytest.mark.parametrize("ratio", [7, 64, -4, 256])
-def test_a_ratio_that_is_none(changed, ratio):
+def test_a_ratio_that_is_none(changed: Changed, ratio: int) -> None:
     path = changed(lambda data: with_ratio(data, 3, ratio))
     with pytest.raises(UnsupportedModel, match=rf"compress_ratios\[3\] is {ratio}; only 0, 4 and 128"):
         LlamaEngine(path, None, CONTEXT)
 
 
 @pytest.mark.parametrize(("text", "limit"), [("3:3", "empty"), ("5:3", "empty"), ("0:8", "0:7"), ("7:9", "0:7")])
-def test_a_range_that_is_none(small, text, limit):
+def test_a_range_that_is_none(small: Path, text: str, limit: str) -> None:
     with pytest.raises(InvalidLayerRange, match=rf"{text}.*{limit}"):
         LlamaEngine(small, LayerRange.parse(text), CONTEXT)
 
@@ -95,7 +99,9 @@ def test_a_range_that_is_none(small, text, limit):
 # --- exact numerics ---------------------------------------------------------------------------------------------------
 
 
-def test_exact_refuses_types_that_are_not_exact_here(model, exact_here, tmp_path, monkeypatch):
+def test_exact_refuses_types_that_are_not_exact_here(
+    model: Model, exact_here: ExactnessRecord, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path, of_f32 = model("mixed", layers=7), model("f32", layers=7)
     monkeypatch.setenv("DGR_CACHE_DIR", str(tmp_path))
     with pytest.raises(NumericsRefused, match=f"{exact_here.fingerprint}.*dgr selftest numerics"):
@@ -116,7 +122,9 @@ def test_exact_refuses_types_that_are_not_exact_here(model, exact_here, tmp_path
     LlamaEngine(of_f32, None, CONTEXT).stop()
 
 
-def test_a_record_of_other_kernels_does_not_count(small, exact_here, tmp_path, monkeypatch):
+def test_a_record_of_other_kernels_does_not_count(
+    small: Path, exact_here: ExactnessRecord, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("DGR_CACHE_DIR", str(tmp_path))
     path = save_exactness_record(ExactnessRecord("0" * 32, exact_here.weight_types, exact_here.k_types))
     path.rename(path.with_name(f"{exact_here.fingerprint}.json"))
@@ -139,13 +147,13 @@ def test_a_record_of_other_kernels_does_not_count(small, exact_here, tmp_path, m
         ("n_seq_max", 257),
     ],
 )
-def test_context_parameters_out_of_range(small, name, value):
+def test_context_parameters_out_of_range(small: Path, name: str, value: float) -> None:
     with pytest.raises(InputError, match=rf"{name} is {value}\b.*\d"):
         LlamaEngine(small, None, replace(CONTEXT, **{name: value}))
 
 
 @pytest.mark.parametrize("threads", [0, -1, 1000, 2**20])
-def test_more_threads_than_cpus(small, threads):
+def test_more_threads_than_cpus(small: Path, threads: int) -> None:
     with pytest.raises(InputError, match=rf"threads is {threads}\b"):
         LlamaEngine(small, None, CONTEXT, threads=threads)
 
@@ -167,7 +175,7 @@ def tail(small: Path) -> Iterator[InspectedEngine]:
     engine.stop()
 
 
-def images(engine: InspectedEngine) -> list[dict[object, bytes]]:
+def images(engine: InspectedEngine) -> list[Mapping[tuple[Component, int], bytes]]:
     return [engine.image(slot) for slot in range(CONTEXT.n_seq_max)]
 
 
@@ -200,7 +208,9 @@ def good_residual(n_tokens: int, seed: int = 0) -> bytes:
         ([Work(1, 20, [1], bytes(1024))], InputError, "residual of 1024 bytes; stage 0:3 takes"),
     ],
 )
-def test_refused_by_the_head(head: InspectedEngine, prompt, batch: Sequence[Work], error: type[DgrError], message: str):
+def test_refused_by_the_head(
+    head: InspectedEngine, prompt: Prompt, batch: Sequence[Work], error: type[DgrError], message: str
+) -> None:
     for begin, end in ((0, 128), (128, 250)):
         head.run([Work(0, begin, prompt(end)[begin:])])
     head.run([Work(1, 0, prompt(20, seed=1))])
@@ -221,14 +231,14 @@ def test_refused_by_the_head(head: InspectedEngine, prompt, batch: Sequence[Work
         (bytes(3071), "residual of 3071 bytes; stage 3:7 takes 3 x 256 float32 = 3072 bytes"),
     ],
 )
-def test_a_residual_of_another_size(tail: InspectedEngine, residual: bytes | None, message: str):
+def test_a_residual_of_another_size(tail: InspectedEngine, residual: bytes | None, message: str) -> None:
     with pytest.raises(InputError, match=message):
         tail.run([Work(1, 0, [1, 2, 3], residual)])
     assert not any(any(rows) for key, rows in tail.image(1).items() if key[1] >= 0)
 
 
 @pytest.mark.parametrize("slot", [-1, 3, 2**40])
-def test_a_slot_that_is_none(head: InspectedEngine, slot: int):
+def test_a_slot_that_is_none(head: InspectedEngine, slot: int) -> None:
     for call in (head.position, head.close, head.state_summary):
         with pytest.raises(InputError, match=rf"slot is {slot}, must be in 0..2"):
             call(slot)
@@ -247,7 +257,9 @@ def bad_residual(value: float, n_tokens: int = 3, row: int = 1) -> bytes:
 
 @pytest.mark.parametrize("value", BAD.values(), ids=BAD)
 @pytest.mark.parametrize("beside", [False, True], ids=["alone", "in a batch"])
-def test_a_bad_residual_is_refused_and_no_session_notices(small, tail, prompt, value, beside):
+def test_a_bad_residual_is_refused_and_no_session_notices(
+    small: Path, tail: InspectedEngine, prompt: Prompt, value: float, beside: bool
+) -> None:
     undisturbed = run_two(small, prompt)
     others = [Work(0, 0, prompt(100), good_residual(100))]
     tail.run(others)
@@ -261,7 +273,7 @@ def test_a_bad_residual_is_refused_and_no_session_notices(small, tail, prompt, v
     assert finish_two(tail, prompt) == undisturbed
 
 
-def test_an_error_lets_go_of_the_residual(tail):
+def test_an_error_lets_go_of_the_residual(tail: InspectedEngine) -> None:
     """A buffer that lives on in an error's traceback would crash the collector of some CPythons (gh-77894)."""
     view = memoryview(bad_residual(float("nan")))
     with pytest.raises(NonFinite) as caught:
@@ -270,7 +282,7 @@ def test_an_error_lets_go_of_the_residual(tail):
     assert caught.value.__traceback__ is not None
 
 
-def run_two(path: Path, prompt: Callable[..., list[int]]) -> list[bytes]:
+def run_two(path: Path, prompt: Prompt) -> list[bytes]:
     """What two sessions give that nobody disturbs: slot 0 goes on after 100 tokens, slot 1 starts."""
     engine = InspectedEngine(path, LayerRange(3, 7), CONTEXT)
     try:
@@ -280,12 +292,12 @@ def run_two(path: Path, prompt: Callable[..., list[int]]) -> list[bytes]:
         engine.stop()
 
 
-def finish_two(engine: InspectedEngine, prompt: Callable[..., list[int]]) -> list[bytes]:
+def finish_two(engine: InspectedEngine, prompt: Prompt) -> list[bytes]:
     batch = [Work(slot, at, prompt(40), good_residual(40), LogitsWanted.ALL) for slot, at in ((0, 100), (1, 0))]
     return [bytes(output.logits or b"") for output in engine.run(batch)]
 
 
-def test_the_worst_that_a_slot_can_hold_stays_in_it(small, tail, prompt):
+def test_the_worst_that_a_slot_can_hold_stays_in_it(small: Path, tail: InspectedEngine, prompt: Prompt) -> None:
     """Values at the limit, then NaN in every row: the neighbours do not notice, and the cleared slot is as a new one."""
     undisturbed = run_two(small, prompt)
     tail.run([Work(0, 0, prompt(100), good_residual(100))])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import overload
 
 import pytest
 
@@ -24,14 +25,20 @@ class Watched(Sequence[int]):
     def __len__(self) -> int:
         return len(self.ids)
 
-    def __getitem__(self, at):
+    @overload
+    def __getitem__(self, at: int) -> int: ...
+
+    @overload
+    def __getitem__(self, at: slice) -> Sequence[int]: ...
+
+    def __getitem__(self, at: int | slice) -> int | Sequence[int]:
         part = self.ids[at]
-        self.seen += len(part) if isinstance(at, slice) else 1
+        self.seen += 1 if isinstance(part, int) else len(part)
         return part
 
 
 @pytest.fixture(scope="module")
-def engine() -> LlamaEngine:
+def engine() -> Iterator[LlamaEngine]:
     engine = LlamaEngine(cached_fixture(layers=2), None, ContextParams(n_ctx=256))
     yield engine
     engine.stop()
@@ -40,7 +47,7 @@ def engine() -> LlamaEngine:
 @pytest.fixture(scope="module")
 def logits(engine: LlamaEngine) -> bytes:
     (output,) = engine.run([Work(0, 0, some_tokens(8, engine.describe().n_vocab), logits=LogitsWanted.LAST)])
-    return bytes(output.logits)
+    return bytes(output.logits or b"")
 
 
 @pytest.mark.parametrize(
@@ -57,7 +64,7 @@ def logits(engine: LlamaEngine) -> bytes:
 )
 def test_a_draw_looks_at_what_its_penalties_look_at(
     engine: LlamaEngine, logits: bytes, params: SamplingParams, looks_at: int
-):
+) -> None:
     ids = array("i", some_tokens(5000, engine.describe().n_vocab))
     history = Watched(ids)
     drawn = engine.sample(logits, history, params)
@@ -66,15 +73,24 @@ def test_a_draw_looks_at_what_its_penalties_look_at(
     assert drawn == engine.sample(logits, list(ids), params) == engine.sample(logits, ids, params)
 
 
-def test_penalties_do_change_what_is_drawn(engine: LlamaEngine, logits: bytes):
+def test_penalties_do_change_what_is_drawn(engine: LlamaEngine, logits: bytes) -> None:
     token, _ = engine.sample(logits, [], SamplingParams())
     again, _ = engine.sample(logits, [token], SamplingParams(repeat_penalty=100.0, frequency_penalty=100.0))
-    far, _ = engine.sample(logits, [token, *[0] * 64], SamplingParams(frequency_penalty=100.0, penalty_last_n=64))
     assert again != token
-    assert far == token or token == 0
 
 
-def test_the_history_may_change_while_it_is_kept(engine: LlamaEngine, logits: bytes):
+def test_penalties_look_no_further_back_than_they_are_told(engine: LlamaEngine, logits: bytes) -> None:
+    """The most likely token stands 64 and 65 places back, behind others: within the window, and just outside it."""
+    token, _ = engine.sample(logits, [], SamplingParams())
+    other = (token + 1) % engine.describe().n_vocab
+    params = SamplingParams(frequency_penalty=100.0, penalty_last_n=64)
+    near, _ = engine.sample(logits, [token, *[other] * 63], params)
+    far, _ = engine.sample(logits, [token, *[other] * 64], params)
+    assert near not in (token, other)
+    assert far == token
+
+
+def test_the_history_may_change_while_it_is_kept(engine: LlamaEngine, logits: bytes) -> None:
     """Nothing holds on to the caller's array: it could not be shortened, as a cancelled turn does."""
     history = array("i", [1, 2, 3])
     engine.sample(logits, history, SamplingParams(repeat_penalty=1.1))

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from attrs import frozen
+from fixture_types import Model, Parallel, Prompt
 from msgspec.structs import replace
 
 from dgr.core.route import LayerRange
@@ -86,7 +87,7 @@ def run_split(
 
 
 @pytest.fixture(scope="module")
-def whole(prompt: Callable[..., list[int]]) -> Callable[..., Rows]:
+def whole(prompt: Prompt) -> Callable[..., Rows]:
     """``whole(path, context)``: the whole model on the prompt, in chunks of 512."""
 
     @lru_cache
@@ -97,7 +98,7 @@ def whole(prompt: Callable[..., list[int]]) -> Callable[..., Rows]:
 
 
 @pytest.fixture(scope="module")
-def short(small, prompt) -> Rows:
+def short(small: Path, prompt: Prompt) -> Rows:
     return run_split(small, prompt(150), (), 50, layers=7, decoded=4)
 
 
@@ -115,37 +116,37 @@ def check_splits(
     splits: Sequence[Sequence[int]],
     prompt: list[int],
     reference: Rows,
-    parallel: Callable[..., list[Rows]],
+    parallel: Parallel,
 ) -> None:
     found = parallel([partial(run_split, path, prompt, cuts) for cuts in splits])
     assert wrong_splits(dict(zip(map(tuple, splits), found, strict=True)), reference) == {}
     assert {rows.tokens for rows in found} == {reference.tokens}
 
 
-def test_a_split_in_six(tiny, prompt, parallel):
+def test_a_split_in_six(tiny: Path, prompt: Prompt, parallel: Parallel) -> None:
     whole, split = parallel([partial(run_split, tiny, prompt(PROMPT), cuts) for cuts in ((), (1, 3, 4, 21, 42))])
     assert_same(split, whole)
 
 
 @pytest.mark.slow
-def test_every_cut_in_two(tiny, prompt, whole, parallel):
+def test_every_cut_in_two(tiny: Path, prompt: Prompt, whole: Callable[..., Rows], parallel: Parallel) -> None:
     check_splits(tiny, [(cut,) for cut in range(1, 43)], prompt(PROMPT), whole(tiny), parallel)
 
 
 @pytest.mark.slow
-def test_splits_in_three_to_five(tiny, prompt, whole, parallel):
+def test_splits_in_three_to_five(tiny: Path, prompt: Prompt, whole: Callable[..., Rows], parallel: Parallel) -> None:
     check_splits(tiny, SPLITS, prompt(PROMPT), whole(tiny), parallel)
 
 
 @pytest.mark.slow
-def test_43_stages_of_one_layer(tiny, prompt, whole):
+def test_43_stages_of_one_layer(tiny: Path, prompt: Prompt, whole: Callable[..., Rows]) -> None:
     assert_same(run_split(tiny, prompt(PROMPT), range(1, 43)), whole(tiny))
 
 
 # --- chunks, types ----------------------------------------------------------------------------------------------------
 
 
-def test_some_chunks_and_types(model, prompt, whole, parallel):
+def test_some_chunks_and_types(model: Model, prompt: Prompt, whole: Callable[..., Rows], parallel: Parallel) -> None:
     cases = [*itertools.product(("mixed", "q4_k"), ("f16", "f32")), ("f32", "q8_0")]
     paths = {weights: model(weights, layers=7) for weights, _ in cases}
     contexts = {type_k: replace(CONTEXT, type_k=type_k) for _, type_k in cases}
@@ -162,7 +163,9 @@ def test_some_chunks_and_types(model, prompt, whole, parallel):
 @pytest.mark.slow
 @pytest.mark.parametrize("type_k", ["f16", "f32"])
 @pytest.mark.parametrize("weights", ["f32", "mixed", "q4_k"])
-def test_every_chunking_with_every_type(model, prompt, whole, parallel, weights, type_k):
+def test_every_chunking_with_every_type(
+    model: Model, prompt: Prompt, whole: Callable[..., Rows], parallel: Parallel, weights: str, type_k: str
+) -> None:
     path, context = model(weights), replace(CONTEXT, type_k=type_k)
     reference = whole(path, context)
     chunks = (1, 5, 64, 512)
@@ -174,7 +177,7 @@ def test_every_chunking_with_every_type(model, prompt, whole, parallel, weights,
 # --- threads, companions ----------------------------------------------------------------------------------------------
 
 
-def test_some_work_on_two_threads(small, prompt, two_cpus):
+def test_some_work_on_two_threads(small: Path, prompt: Prompt, two_cpus: None) -> None:
     tokens = prompt(300)
     rows = [run_split(small, tokens, cuts, 300, layers=7, decoded=4, threads=n) for n, cuts in ((1, ()), (2, (3,)))]
     assert_same(rows[1], rows[0])
@@ -182,13 +185,13 @@ def test_some_work_on_two_threads(small, prompt, two_cpus):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("weights", ["f32", "mixed", "q4_k"])
-def test_two_threads(model, prompt, whole, two_cpus, weights):
+def test_two_threads(model: Model, prompt: Prompt, whole: Callable[..., Rows], two_cpus: None, weights: str) -> None:
     path = model(weights)
     assert_same(run_split(path, prompt(PROMPT), (20,), threads=2), whole(path))
 
 
 @pytest.mark.parametrize("cuts", [(), (1, 3)])
-def test_batch_companions(small, prompt, cuts):
+def test_batch_companions(small: Path, prompt: Prompt, cuts: tuple[int, ...]) -> None:
     tokens = prompt(300)
     reference = run_split(small, tokens, (), 512, layers=7, decoded=0)
     with open_chain(small, cut_at(7, cuts), replace(CONTEXT, n_seq_max=4)) as chain:
@@ -197,14 +200,14 @@ def test_batch_companions(small, prompt, cuts):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("weights", ["f32", "mixed", "q4_k"])
-def test_batch_companions_of_the_whole_depth(model, prompt, weights):
+def test_batch_companions_of_the_whole_depth(model: Model, prompt: Prompt, weights: str) -> None:
     path, tokens = model(weights), prompt(350)
     reference = run_split(path, tokens, (), 512, decoded=0)
     with open_chain(path, cut_at(43, THREE_CUTS), replace(CONTEXT, n_seq_max=4)) as chain:
         assert_same(Rows(reference.tokens, beside_others(chain, tokens)), reference)
 
 
-def test_a_used_slot_is_like_a_new_one(small, prompt):
+def test_a_used_slot_is_like_a_new_one(small: Path, prompt: Prompt) -> None:
     tokens = prompt(300)
     with open_chain(small) as chain:
         first = run(chain, tokens, 64)
@@ -214,12 +217,12 @@ def test_a_used_slot_is_like_a_new_one(small, prompt):
         assert_same(run(chain, tokens, 64), first)
 
 
-def test_an_mtp_block_in_the_file_changes_nothing(model, prompt, short):
+def test_an_mtp_block_in_the_file_changes_nothing(model: Model, prompt: Prompt, short: Rows) -> None:
     with open_chain(model("f32", layers=7, mtp=True), "0:3,3:7", CONTEXT) as chain:
         assert_same(run(chain, prompt(150), 50, 4), short)
 
 
-def test_a_mapped_file_is_like_a_read_one(small, prompt, short):
+def test_a_mapped_file_is_like_a_read_one(small: Path, prompt: Prompt, short: Rows) -> None:
     engine = LlamaEngine(small, None, CONTEXT, mmap=True, check_tensors=True)
     try:
         assert_same(run(Chain([engine]), prompt(150), 50, 4), short)
@@ -227,7 +230,7 @@ def test_a_mapped_file_is_like_a_read_one(small, prompt, short):
         engine.stop()
 
 
-def test_without_flash_attention(small, prompt):
+def test_without_flash_attention(small: Path, prompt: Prompt) -> None:
     """Other numbers, but steady ones: what ``--flash-attn off`` gives in exact numerics."""
     context = replace(CONTEXT, flash_attn=False, type_k="f32")
     found = [
@@ -243,7 +246,7 @@ NATIVE = replace(CONTEXT, numerics=Numerics.NATIVE)
 
 
 @pytest.mark.parametrize("chunk", [5, 512])
-def test_native_split_equals_whole_in_equal_chunks(small, prompt, chunk):
+def test_native_split_equals_whole_in_equal_chunks(small: Path, prompt: Prompt, chunk: int) -> None:
     tokens = prompt(300)
     found = [run_split(small, tokens, cuts, chunk, NATIVE, layers=7) for cuts in ((), (1, 2, 5))]
     assert_same(found[1], found[0])
@@ -251,7 +254,7 @@ def test_native_split_equals_whole_in_equal_chunks(small, prompt, chunk):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("weights", ["f32", "mixed", "q4_k"])
-def test_native_splits_of_the_whole_depth(model, prompt, parallel, weights):
+def test_native_splits_of_the_whole_depth(model: Model, prompt: Prompt, parallel: Parallel, weights: str) -> None:
     path, tokens = model(weights), prompt(PROMPT)
     cases = list(itertools.product((5, 512), ((), THREE_CUTS)))
     found = parallel([partial(run_split, path, tokens, cuts, chunk, NATIVE) for chunk, cuts in cases])
@@ -262,13 +265,13 @@ def test_native_splits_of_the_whole_depth(model, prompt, parallel, weights):
 # --- the proofs can fail ----------------------------------------------------------------------------------------------
 
 
-def test_a_mutant_that_changes_nothing_passes(small, prompt, short):
+def test_a_mutant_that_changes_nothing_passes(small: Path, prompt: Prompt, short: Rows) -> None:
     with open_chain(small, "0:2,2:7", CONTEXT) as chain:
         assert_same(run(Chain([chain.engines[0], Mutant(chain.engines[1])]), prompt(150), 50, 4), short)
 
 
 @pytest.mark.parametrize("mutant", [SwappedSideband, OffByOne, StaleRow, StaleChunk])
-def test_a_mutant_is_caught(small, prompt, short, mutant: type[Mutant]):
+def test_a_mutant_is_caught(small: Path, prompt: Prompt, short: Rows, mutant: type[Mutant]) -> None:
     with open_chain(small, "0:2,2:7", CONTEXT) as chain:
         wrong = Chain([chain.engines[0], mutant(chain.engines[1])])
         with pytest.raises(AssertionError, match="rows differ"):
@@ -276,7 +279,7 @@ def test_a_mutant_is_caught(small, prompt, short, mutant: type[Mutant]):
 
 
 @pytest.mark.parametrize("skipped", range(1, 6))
-def test_a_skipped_layer_is_caught(small, prompt, short, skipped):
+def test_a_skipped_layer_is_caught(small: Path, prompt: Prompt, short: Rows, skipped: int) -> None:
     ranges = (LayerRange(0, skipped), LayerRange(skipped + 1, 7))
     with open_chain(small, ranges, CONTEXT) as chain, pytest.raises(AssertionError, match="rows differ"):
         assert_same(run(chain, prompt(150), 50, 4), short)
@@ -285,7 +288,7 @@ def test_a_skipped_layer_is_caught(small, prompt, short, skipped):
 # --- the test extension is the product --------------------------------------------------------------------------------
 
 
-def test_the_test_extension_gives_the_same_bits(small, prompt, short):
+def test_the_test_extension_gives_the_same_bits(small: Path, prompt: Prompt, short: Rows) -> None:
     with open_chain(small, "0:2,2:7", CONTEXT, engine=InspectedEngine) as chain:
         assert_same(run(chain, prompt(150), 50, 4), short)
         assert {engine.describe().kernel_fingerprint for engine in chain.engines} == {kernel_fingerprint()}

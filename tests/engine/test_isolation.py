@@ -7,13 +7,14 @@ was filled again wiped its neighbours, batches of some slots rolled the absent o
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
+from fixture_types import Model, Prompt
 from msgspec.structs import replace
 
-from dgr.core.values import ContextParams, LogitsWanted
+from dgr.core.values import ContextParams, LogitsWanted, StateSummary
 from dgr.engine.base import Work
 from dgr.errors import InputError
 from dgr.selftest.chain import Chain
@@ -37,7 +38,7 @@ def is_empty(engine: InspectedEngine, slot: int) -> bool:
     return set(engine.raw_positions(slot)) == {-1} and not any(any(image[key]) for key in engine.owned())
 
 
-def fill(engine: InspectedEngine, prompt: Callable[..., list[int]], lengths: Sequence[int] = LENGTHS) -> None:
+def fill(engine: InspectedEngine, prompt: Prompt, lengths: Sequence[int] = LENGTHS) -> None:
     """One session a slot, each with tokens of its own."""
     for slot, length in enumerate(lengths):
         if length:
@@ -65,7 +66,9 @@ class Watch:
 
 
 @pytest.mark.parametrize("slot", range(SLOTS))
-def test_every_act_on_one_slot_leaves_the_others_byte_identical(engine, prompt, slot):
+def test_every_act_on_one_slot_leaves_the_others_byte_identical(
+    engine: InspectedEngine, prompt: Prompt, slot: int
+) -> None:
     fill(engine, prompt)
     watch = Watch(engine)
 
@@ -85,7 +88,7 @@ def test_every_act_on_one_slot_leaves_the_others_byte_identical(engine, prompt, 
     watch.only_changed({slot})
 
 
-def test_batches_of_some_slots_leave_the_absent_ones(engine, prompt):
+def test_batches_of_some_slots_leave_the_absent_ones(engine: InspectedEngine, prompt: Prompt) -> None:
     fill(engine, prompt)
     watch = Watch(engine)
     for slots in ((0, 1), (0, 2), (1, 3), (0, 1, 3), (2,), (0, 1, 2, 3), (3,)):
@@ -94,7 +97,7 @@ def test_batches_of_some_slots_leave_the_absent_ones(engine, prompt):
         watch.only_changed(set(slots))
 
 
-def test_interleaved_sessions_stand_where_lone_ones_stand(engine, small, prompt):
+def test_interleaved_sessions_stand_where_lone_ones_stand(engine: InspectedEngine, small: Path, prompt: Prompt) -> None:
     """Rows, counts and logits of sessions that ran together are those of sessions that ran alone."""
     texts = [prompt(280, seed=slot) for slot in range(SLOTS)]
     at, rows = [0] * SLOTS, [b""] * SLOTS
@@ -120,7 +123,7 @@ def test_interleaved_sessions_stand_where_lone_ones_stand(engine, small, prompt)
         alone.stop()
 
 
-def test_a_long_session_remembers_while_its_neighbour_comes_and_goes(engine, prompt):
+def test_a_long_session_remembers_while_its_neighbour_comes_and_goes(engine: InspectedEngine, prompt: Prompt) -> None:
     """Two slots, a prompt of 946 tokens: after the neighbour is cleared and filled again, not a bit is lost."""
     engine.run([Work(0, 0, prompt(946))])
     undisturbed = go_on(engine, 0, prompt(20, seed=5))
@@ -134,7 +137,7 @@ def test_a_long_session_remembers_while_its_neighbour_comes_and_goes(engine, pro
     assert disturbed == undisturbed
 
 
-def test_a_random_life_of_many_sessions(engine, prompt):
+def test_a_random_life_of_many_sessions(engine: InspectedEngine, prompt: Prompt) -> None:
     """Open, go on, close, refuse, in any order; after each act only its own slots have changed."""
     dice = random.Random(11)
     watch = Watch(engine)
@@ -162,12 +165,12 @@ def test_a_random_life_of_many_sessions(engine, prompt):
         watch.only_changed({slot})
 
 
-def test_200_rounds_in_one_slot_leak_nothing(model, prompt):
+def test_200_rounds_in_one_slot_leak_nothing(model: Model, prompt: Prompt) -> None:
     """Many times the context in tokens: no cell is lost, freed slots are empty, the last session is as the first."""
     lengths = (3, 64, 1, 129, 5, 17, 2, 33)
     engine = InspectedEngine(model("f32", layers=5), None, replace(CONTEXT, n_ctx=256, n_seq_max=2))
     try:
-        total, first = 0, {}
+        total, first = 0, dict[int, tuple[bytes, StateSummary]]()
         engine.run([Work(0, 0, prompt(100, seed=2))])
         neighbour = engine.image(0)
         for round_ in range(200):
@@ -188,7 +191,7 @@ def test_200_rounds_in_one_slot_leak_nothing(model, prompt):
 # --- the proof can fail -----------------------------------------------------------------------------------------------
 
 
-def test_one_changed_byte_in_another_slot_is_caught(engine, prompt):
+def test_one_changed_byte_in_another_slot_is_caught(engine: InspectedEngine, prompt: Prompt) -> None:
     fill(engine, prompt)
     for component, layer in engine.owned():
         watch = Watch(engine)
@@ -198,7 +201,7 @@ def test_one_changed_byte_in_another_slot_is_caught(engine, prompt):
             watch.only_changed({1})
 
 
-def test_a_row_left_behind_is_caught(engine, prompt):
+def test_a_row_left_behind_is_caught(engine: InspectedEngine, prompt: Prompt) -> None:
     fill(engine, prompt)
     engine.close(3)
     for component, layer in engine.owned():

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fixture_types import Model, Prompt
 
 from dgr.artifact.artifact import Artifact
 from dgr.core.route import LayerRange
@@ -56,7 +57,7 @@ def logits(path: Path, tokens: Sequence[int], cuts: Sequence[int] = (), chunk: i
 
 
 @pytest.fixture(scope="module")
-def plain(small: Path, prompt: Callable[..., list[int]]) -> bytes:
+def plain(small: Path, prompt: Prompt) -> bytes:
     """Logits of the unchanged model."""
     return logits(small, prompt(140))
 
@@ -107,13 +108,15 @@ HARMLESS: dict[str, Callable[[Path, Path], Path]] = {
 
 
 @pytest.mark.parametrize("kind", HARMLESS)
-def test_kinds_of_files_that_give_the_same_bits(small, plain, prompt, tmp_path, kind):
+def test_kinds_of_files_that_give_the_same_bits(
+    small: Path, plain: bytes, prompt: Prompt, tmp_path: Path, kind: str
+) -> None:
     path = HARMLESS[kind](small, tmp_path / "kind.gguf")
     assert logits(path, prompt(140)) == plain
     assert logits(path, prompt(140), CUTS) == plain
 
 
-def test_an_mtp_block_changes_nothing(model, plain, prompt):
+def test_an_mtp_block_changes_nothing(model: Model, plain: bytes, prompt: Prompt) -> None:
     path = model("f32", layers=N_LAYERS, mtp=True)
     assert Artifact.open(path).hp.n_mtp_layers == 1
     assert logits(path, prompt(140)) == plain
@@ -123,7 +126,7 @@ def test_an_mtp_block_changes_nothing(model, plain, prompt):
 
 
 @pytest.mark.parametrize(("weights", "experts"), [("mixed", "mxfp4"), ("q8_0", "q8_0"), ("mixed_q2_k", "q2_K")])
-def test_quantised_experts_run_split_as_whole(model, prompt, weights, experts):
+def test_quantised_experts_run_split_as_whole(model: Model, prompt: Prompt, weights: str, experts: str) -> None:
     path = model(weights, layers=N_LAYERS)
     assert Artifact.open(path).tensors["blk.4.ffn_up_exps.weight"].type.label == experts
     whole = logits(path, prompt(140))
@@ -133,7 +136,7 @@ def test_quantised_experts_run_split_as_whole(model, prompt, weights, experts):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("weights", ["mixed", "q8_0", "mixed_q2_k", "f16"])
-def test_quantised_models_of_full_depth_run_split_as_whole(model, prompt, weights):
+def test_quantised_models_of_full_depth_run_split_as_whole(model: Model, prompt: Prompt, weights: str) -> None:
     path = model(weights)
     assert logits(path, prompt(140), (15, 29)) == logits(path, prompt(140))
 
@@ -150,7 +153,7 @@ class Untouched:
 
 def refusal(path: Path, layers: LayerRange | None = None) -> str:
     with pytest.raises(ArtifactError) as caught:
-        LlamaEngine(path, layers, CONTEXT, native=Untouched(), certified_only=False)  # type: ignore[arg-type]
+        LlamaEngine(path, layers, CONTEXT, native=Untouched(), certified_only=False)  # type: ignore[arg-type]  # a stand-in
     return str(caught.value)
 
 
@@ -203,14 +206,14 @@ WRONG: dict[str, tuple[dict[str, MetaValue | None], str]] = {
 
 
 @pytest.mark.parametrize("kind", [*ABORTS, *WRONG])
-def test_refused_before_native_code(small, tmp_path, kind):
+def test_refused_before_native_code(small: Path, tmp_path: Path, kind: str) -> None:
     keys, message = (ABORTS | WRONG)[kind]
     said = refusal(edit_gguf(small, tmp_path / "bad.gguf", keys=keys))
     assert "bad.gguf: " in said
     assert message in said
 
 
-def test_a_hash_table_that_routes_to_nowhere_is_refused_before_native_code(small, tmp_path):
+def test_a_hash_table_that_routes_to_nowhere_is_refused_before_native_code(small: Path, tmp_path: Path) -> None:
     path = tmp_path / "bad.gguf"
     raw = bytearray(small.read_bytes())
     table = read_gguf(small).tensors["blk.1.ffn_gate_tid2eid.weight"]
@@ -221,7 +224,7 @@ def test_a_hash_table_that_routes_to_nowhere_is_refused_before_native_code(small
     LlamaEngine(path, LayerRange(2, 4), CONTEXT).stop()  # not its table
 
 
-def test_factors_beside_weights_are_refused_before_native_code(small, tmp_path):
+def test_factors_beside_weights_are_refused_before_native_code(small: Path, tmp_path: Path) -> None:
     """llama.cpp reads them and its V4 graph leaves them out: the logits would be those of other weights."""
     name = "blk.4.ffn_up_exps.scale"
     added = {TensorForm(name, (8,), GgmlType.F32): struct.pack("<8f", *[0.5] * 8)}
@@ -230,12 +233,12 @@ def test_factors_beside_weights_are_refused_before_native_code(small, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["blk.3.attn_norm.weight", "token_embd.weight", "output_hc_fn.weight"])
-def test_a_missing_tensor_is_refused_before_native_code(small, tmp_path, name):
+def test_a_missing_tensor_is_refused_before_native_code(small: Path, tmp_path: Path, name: str) -> None:
     said = refusal(edit_gguf(small, tmp_path / "bad.gguf", drop=[name]))
     assert f"the tensor {name!r} is missing, but layer range 0:7 needs it" in said
 
 
-def test_a_tensor_of_another_model_is_refused_before_native_code(small, tmp_path):
+def test_a_tensor_of_another_model_is_refused_before_native_code(small: Path, tmp_path: Path) -> None:
     added = {TensorForm("blk.0.engram.weight", (8,), GgmlType.F32): bytes(32)}
     path = edit_gguf(small, tmp_path / "bad.gguf", add=added)
     assert "'blk.0.engram.weight' is not part of a DeepSeek V4 Flash model" in refusal(path)

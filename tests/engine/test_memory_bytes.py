@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from attrs import evolve
+from fixture_types import Model
 
 from dgr.artifact.artifact import Artifact
 from dgr.core.route import LayerRange
@@ -45,28 +47,28 @@ def in_two(cuts: Iterable[int]) -> list[LayerRange]:
     return [layers for cut in cuts for layers in cut_at(43, (cut,))]
 
 
-def test_some_cuts_in_two(tiny: Path):
+def test_some_cuts_in_two(tiny: Path) -> None:
     assert list(wrong_bytes(Artifact.open(tiny), in_two((1, 2, 3, 4, 21, 41, 42)), CONTEXTS[2])) == []
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("context", CONTEXTS)
-def test_every_cut_in_two_in_every_context(tiny: Path, context: ContextParams):
+def test_every_cut_in_two_in_every_context(tiny: Path, context: ContextParams) -> None:
     assert list(wrong_bytes(Artifact.open(tiny), in_two(range(1, 43)), context)) == []
 
 
 @pytest.mark.parametrize("context", CONTEXTS)
-def test_some_ranges_in_every_context(tiny: Path, context: ContextParams):
+def test_some_ranges_in_every_context(tiny: Path, context: ContextParams) -> None:
     ranges = [LayerRange.parse(text) for text in ("0:43", "0:2", "2:3", "3:4", "17:30")]
     assert list(wrong_bytes(Artifact.open(tiny), ranges, context)) == []
 
 
-def test_an_mtp_block_owns_no_state(model):
+def test_an_mtp_block_owns_no_state(model: Model) -> None:
     artifact = Artifact.open(model("f32", layers=7, mtp=True))
     assert list(wrong_bytes(artifact, [LayerRange(0, 7), LayerRange(4, 7)], CONTEXTS[1])) == []
 
 
-def test_the_published_widths(tmp_path: Path):
+def test_the_published_widths(tmp_path: Path) -> None:
     """V4 Flash itself: 284 G parameters as a hole in a file, a million tokens, nothing allocated."""
     write_fixture(tmp_path / "real.gguf", preset="real", weights="mixed", sparse=True)
     artifact = Artifact.open(tmp_path / "real.gguf")
@@ -76,7 +78,7 @@ def test_the_published_widths(tmp_path: Path):
         assert state_map(V4_FLASH, V4_FLASH.whole, ContextShape(n_ctx)).total_bytes == total
 
 
-def test_what_is_estimated_is_what_is_allocated(small: Path):
+def test_what_is_estimated_is_what_is_allocated(small: Path) -> None:
     context = ContextParams(n_ctx=600, n_seq_max=2)
     for text in ("0:7", "0:2", "3:4", "4:7"):
         layers = LayerRange.parse(text)
@@ -88,7 +90,7 @@ def test_what_is_estimated_is_what_is_allocated(small: Path):
             engine.stop()
 
 
-def test_a_stage_owns_nothing_of_other_layers(tiny: Path):
+def test_a_stage_owns_nothing_of_other_layers(tiny: Path) -> None:
     artifact, context = Artifact.open(tiny), CONTEXTS[1]
     whole = estimate_memory(artifact, None, context)
     parts = [estimate_memory(artifact, layers, context) for layers in cut_at(43, (2, 3, 4, 20))]
@@ -101,7 +103,7 @@ def test_a_stage_owns_nothing_of_other_layers(tiny: Path):
 @pytest.mark.parametrize(
     "mistake", [{"n_ctx": 5121}, {"n_ubatch": 129}, {"n_seq_max": 5}, {"type_k": "f16"}], ids=lambda m: next(iter(m))
 )
-def test_a_formula_off_by_one_step_is_caught(tiny: Path, mistake: dict[str, object]):
+def test_a_formula_off_by_one_step_is_caught(tiny: Path, mistake: dict[str, Any]) -> None:
     context = CONTEXTS[2]
     wrong = evolve(shape_of(context), **mistake)
     assert list(wrong_bytes(Artifact.open(tiny), [LayerRange(0, 43)], context, wrong)) != []

@@ -9,6 +9,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from attrs import evolve
@@ -46,7 +47,7 @@ def native() -> Report:
     return run_suite(["bf16", "f32"], numerics=Numerics.NATIVE)
 
 
-def test_exact_types_pass(exact: Report):
+def test_exact_types_pass(exact: Report) -> None:
     assert [(verdict.case.kind, verdict.case.label) for verdict in exact.verdicts] == [
         ("k_cache", "q8_0"),
         ("weights", "q8_0"),
@@ -56,7 +57,7 @@ def test_exact_types_pass(exact: Report):
     assert exact.fingerprint == kernel_fingerprint()
 
 
-def test_upstreams_fastest_kernels_do_not(native: Report):
+def test_upstreams_fastest_kernels_do_not(native: Report) -> None:
     """The suite can fail: without the reference kernels rows differ, here as everywhere that llamafile's sgemm runs."""
     assert not native.passed
     found = {(verdict.case.kind, verdict.case.label): verdict.differences for verdict in native.verdicts}
@@ -64,7 +65,7 @@ def test_upstreams_fastest_kernels_do_not(native: Report):
     assert all(found.values())
 
 
-def test_every_type_that_exact_may_refuse_can_be_tested():
+def test_every_type_that_exact_may_refuse_can_be_tested() -> None:
     assert {case.label for case in select() if case.kind == "weights"} >= {
         "f32",
         "bf16",
@@ -80,7 +81,7 @@ def test_every_type_that_exact_may_refuse_can_be_tested():
         select(["i32"])
 
 
-def test_a_record_keeps_what_was_not_tested_again(exact: Report, native: Report):
+def test_a_record_keeps_what_was_not_tested_again(exact: Report, native: Report) -> None:
     first = exactness_record(exact)
     assert (first.weight_types, first.k_types, first.failures) == (("q8_0",), ("q8_0",), {})
     both = exactness_record(native, first)
@@ -93,22 +94,22 @@ def test_a_record_keeps_what_was_not_tested_again(exact: Report, native: Report)
     assert exactness_record(exact, other) == first
 
 
-def test_threads_are_not_tested_on_busy_cpus(monkeypatch: pytest.MonkeyPatch):
+def test_threads_are_not_tested_on_busy_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(invariance, "_BUSY_SECONDS", 0.0)
     monkeypatch.setattr(invariance, "_BUSY_FACTOR", 0.0)
     monkeypatch.setattr(invariance, "available_cpus", lambda: 2)
-    seen = []
+    seen: list[Verdict] = []
     report = run_suite(["mxfp4"], finished=seen.append)
     assert report.notes == ("several threads: not tested for mxfp4: the CPUs are busy",)
     assert all(verdict.exact and verdict.threads == () for verdict in report.verdicts)
     assert tuple(seen) == report.verdicts
 
 
-def test_threads_are_not_tested_on_one_cpu(exact: Report):
+def test_threads_are_not_tested_on_one_cpu(exact: Report) -> None:
     assert exact.notes == ("several threads: not tested for q8_0: this process may use one CPU only",)
 
 
-def test_a_type_that_could_not_be_run_keeps_its_old_verdict(monkeypatch: pytest.MonkeyPatch):
+def test_a_type_that_could_not_be_run_keeps_its_old_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
     """Want of disk, memory or rights says nothing about kernels."""
     monkeypatch.setattr(invariance, "_CONTEXT", replace(invariance._CONTEXT, n_batch=100, n_ubatch=100))
     report = run_suite(["bf16"])
@@ -126,7 +127,7 @@ def test_a_type_that_could_not_be_run_keeps_its_old_verdict(monkeypatch: pytest.
 @pytest.mark.parametrize(
     "failure", [OSError(28, "No space left on device"), MemoryError(), InputError("no such place")]
 )
-def test_a_model_that_cannot_be_written_is_no_finding(failure: Exception, monkeypatch: pytest.MonkeyPatch):
+def test_a_model_that_cannot_be_written_is_no_finding(failure: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object, **__: object) -> None:
         raise failure
 
@@ -138,7 +139,7 @@ def test_a_model_that_cannot_be_written_is_no_finding(failure: Exception, monkey
     assert exactness_record(report, ExactnessRecord(report.fingerprint, ("f32",), ("f32",))).weight_types == ("f32",)
 
 
-def test_differing_bits_are_a_failure_whatever_came_after(monkeypatch: pytest.MonkeyPatch):
+def test_differing_bits_are_a_failure_whatever_came_after(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(invariance, "beside_others", lambda *_: fail_for_want_of_memory())
 
     def fail_for_want_of_memory() -> bytes:
@@ -154,7 +155,7 @@ def test_differing_bits_are_a_failure_whatever_came_after(monkeypatch: pytest.Mo
     assert exactness_record(report, ExactnessRecord(report.fingerprint, ("bf16",), ())).weight_types == ()
 
 
-def test_no_number_is_a_finding_about_the_kernels(monkeypatch: pytest.MonkeyPatch):
+def test_no_number_is_a_finding_about_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_number(*_: object) -> bytes:
         raise NonFinite("NaN or Inf in the logits")
 
@@ -163,7 +164,9 @@ def test_no_number_is_a_finding_about_the_kernels(monkeypatch: pytest.MonkeyPatc
     assert verdict.differences == ("NaN or Inf in the logits",)
 
 
-def test_nothing_found_is_nothing_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+def test_nothing_found_is_nothing_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("DGR_CACHE_DIR", str(tmp_path / "cache"))
     untested = evolve(ONE, untested="no disk")
     report = Report(kernel_fingerprint(), (untested,), ("weights f32: not tested: no disk",), 0.0)
@@ -175,7 +178,9 @@ def test_nothing_found_is_nothing_recorded(tmp_path: Path, monkeypatch: pytest.M
     assert load_exactness_record() is None
 
 
-def test_a_verdict_that_cannot_be_kept_is_told_and_the_old_one_stays(tmp_path: Path, monkeypatch, capsys):
+def test_a_verdict_that_cannot_be_kept_is_told_and_the_old_one_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("DGR_CACHE_DIR", str(tmp_path))
     before = ExactnessRecord(kernel_fingerprint(), ("f32", "bf16"), ("f16",))
     save_exactness_record(before)
@@ -187,7 +192,9 @@ def test_a_verdict_that_cannot_be_kept_is_told_and_the_old_one_stays(tmp_path: P
     assert list((tmp_path / "numerics").iterdir()) == [tmp_path / "numerics" / f"{kernel_fingerprint()}.json"]
 
 
-def test_a_place_without_room_for_a_verdict_is_told_before_the_work(tmp_path: Path, monkeypatch, capsys):
+def test_a_place_without_room_for_a_verdict_is_told_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "file").touch()
     monkeypatch.setenv("DGR_CACHE_DIR", str(tmp_path / "file"))
     monkeypatch.setattr("dgr.cli.selftest.run_suite", lambda *_, **__: pytest.fail("it ran"))
@@ -195,12 +202,12 @@ def test_a_place_without_room_for_a_verdict_is_told_before_the_work(tmp_path: Pa
     assert "cannot be kept" in capsys.readouterr().err
 
 
-def test_an_interrupt_ends_every_run_at_once(monkeypatch: pytest.MonkeyPatch):
+def test_an_interrupt_ends_every_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without being told, each case would go on to its end, and those that wait would begin."""
     began, ended = threading.Event(), list[str]()
     real = Chain.feed
 
-    def feed(self: Chain, *arguments: object, **options: object) -> bytes:
+    def feed(self: Chain, *arguments: Any, **options: Any) -> bytes:
         began.set()
         while not ended:  # for ever, but for the abort
             real(self, *arguments, **options)
@@ -208,7 +215,12 @@ def test_an_interrupt_ends_every_run_at_once(monkeypatch: pytest.MonkeyPatch):
         return b""
 
     monkeypatch.setattr(Chain, "feed", feed)
-    interrupt = threading.Thread(target=lambda: began.wait(60) and os.kill(os.getpid(), signal.SIGINT))
+
+    def interrupt_it() -> None:
+        if began.wait(60):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    interrupt = threading.Thread(target=interrupt_it)
     guard = threading.Timer(30, ended.append, ["nobody ended it"])
     guard.start()
     interrupt.start()
@@ -224,7 +236,9 @@ def test_an_interrupt_ends_every_run_at_once(monkeypatch: pytest.MonkeyPatch):
     assert not [thread for thread in threading.enumerate() if "ThreadPool" in thread.name]
 
 
-def test_an_interrupted_command_says_so(tmp_path: Path, monkeypatch, capsys):
+def test_an_interrupted_command_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
@@ -234,7 +248,7 @@ def test_an_interrupted_command_says_so(tmp_path: Path, monkeypatch, capsys):
     assert capsys.readouterr().err == "dgr selftest: interrupted; nothing was recorded\n"
 
 
-def test_the_command(tmp_path, monkeypatch, capsys):
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     model = cached_fixture("bf16", layers=5)
     monkeypatch.setattr(invariance, "cached_fixture", lambda *_, **__: model)  # it stays where it is
     monkeypatch.setenv("DGR_CACHE_DIR", str(tmp_path))
@@ -256,18 +270,25 @@ def test_the_command(tmp_path, monkeypatch, capsys):
     assert (recorded.weight_types, recorded.k_types) == (("f32", "bf16"), ("f16",))
 
 
-def test_the_command_fails_when_an_essential_type_is_not_exact(native: Report, monkeypatch, capsys):
+def test_the_command_fails_when_an_essential_type_is_not_exact(
+    native: Report, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("dgr.cli.selftest.run_suite", lambda *_, **__: native)
     assert main(["selftest", "numerics", "--types", "f32,bf16", "--no-record", "--json"]) == 1
     assert json.loads(capsys.readouterr().out)["passed"] is False
 
 
-def test_a_record_with_something_untested_is_made_again(tmp_path, monkeypatch, capsys):
-    ran = []
+def test_a_record_with_something_untested_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran: list[str] = []
     monkeypatch.setenv("DGR_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(
-        "dgr.cli.selftest.run_suite", lambda *_, **__: ran.append(1) or Report(kernel_fingerprint(), (), (), 0.0)
-    )
+
+    def suite(*_: object, **__: object) -> Report:
+        ran.append("once")
+        return Report(kernel_fingerprint(), (), (), 0.0)
+
+    monkeypatch.setattr("dgr.cli.selftest.run_suite", suite)
     command = ["selftest", "numerics", "--if-missing"]
     threads, disk = "several threads: not tested for f16", "weights f16: not tested: No space left on device"
     for notes, cpus, times in (((threads,), 2, 1), ((), 2, 0), ((threads,), 1, 0), ((disk,), 1, 1)):

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+from narrow import as_a
 
 from dgr.artifact.artifact import Artifact
 from dgr.artifact.slicing import write_slice
@@ -127,6 +128,6 @@ def test_a_route_file_survives_its_text(tmp_path: Path) -> None:
     assert again.route == file.route
     assert again.context == file.context
     assert again.artifact == file.artifact
-    paths = [[each.model, *each.tls, *each.stage_models.values()] for each in (file, again)]
-    assert [path.resolve() for path in paths[0]] == [path.resolve() for path in paths[1]]
+    paths = [[each.model, *(each.tls or ()), *each.stage_models.values()] for each in (file, again)]
+    assert [as_a(Path, path).resolve() for path in paths[0]] == [as_a(Path, path).resolve() for path in paths[1]]
     assert len(paths[0]) == 5

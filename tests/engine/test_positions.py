@@ -7,10 +7,11 @@ position it stands for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from fixture_types import Prompt
 from msgspec.structs import replace
 
 from dgr.artifact.artifact import Artifact
@@ -107,12 +108,12 @@ def assert_as_mapped(chain: Chain, artifact: Artifact, n_tokens: int, noted: Row
 
 
 @pytest.fixture(scope="module")
-def noted(small: Path, prompt: Callable[..., list[int]]) -> Rows:
+def noted(small: Path, prompt: Prompt) -> Rows:
     with open_chain(small, None, CONTEXT, engine=InspectedEngine) as chain:
         return note_rows(chain, prompt(POSITIONS[-1]))
 
 
-def test_rows_have_content(noted: Rows):
+def test_rows_have_content(noted: Rows) -> None:
     """No two positions leave the same row, so that a row names its position."""
     assert all(any(row) for row in noted.values())
     for layer_rows in {key[:2] for key in noted}:
@@ -120,7 +121,7 @@ def test_rows_have_content(noted: Rows):
         assert len(set(rows)) == len(rows)
 
 
-def test_after_a_prompt_of_each_length(small, prompt, noted):
+def test_after_a_prompt_of_each_length(small: Path, prompt: Prompt, noted: Rows) -> None:
     artifact = Artifact.open(small)
     with open_chain(small, SPLIT, CONTEXT, engine=InspectedEngine) as chain:
         for n_tokens in POSITIONS:
@@ -130,7 +131,7 @@ def test_after_a_prompt_of_each_length(small, prompt, noted):
             assert_as_mapped(chain, artifact, 0, noted)
 
 
-def test_as_a_session_grows(small, prompt, noted):
+def test_as_a_session_grows(small: Path, prompt: Prompt, noted: Rows) -> None:
     artifact = Artifact.open(small)
     with open_chain(small, SPLIT, CONTEXT, engine=InspectedEngine) as chain:
         begin = 0
@@ -142,7 +143,7 @@ def test_as_a_session_grows(small, prompt, noted):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("n_ubatch", [128, 512])
-def test_of_the_whole_depth(tiny, prompt, n_ubatch):
+def test_of_the_whole_depth(tiny: Path, prompt: Prompt, n_ubatch: int) -> None:
     """43 layers in three stages; with n_ubatch 512 the ring of raw K is longer than the prompts."""
     artifact, context = Artifact.open(tiny), replace(CONTEXT, n_ubatch=n_ubatch)
     with (
@@ -158,7 +159,7 @@ def test_of_the_whole_depth(tiny, prompt, n_ubatch):
 
 
 @pytest.mark.parametrize("type_k", ["f32", "q8_0"])
-def test_other_k_types(small, prompt, type_k):
+def test_other_k_types(small: Path, prompt: Prompt, type_k: str) -> None:
     artifact, context = Artifact.open(small), replace(CONTEXT, type_k=type_k)
     with open_chain(small, None, context, engine=InspectedEngine) as chain:
         noted = note_rows(chain, prompt(129))
@@ -169,7 +170,7 @@ def test_other_k_types(small, prompt, type_k):
             chain.close()
 
 
-def test_digests_follow_the_rows(small, prompt):
+def test_digests_follow_the_rows(small: Path, prompt: Prompt) -> None:
     """Equal rows have equal digests, however they came to be; any changed live row changes its component's digest."""
     with open_chain(small, None, CONTEXT, engine=InspectedEngine) as chain:
         (stage,) = stages(chain)
@@ -192,7 +193,7 @@ def test_digests_follow_the_rows(small, prompt):
 # --- the proof can fail -----------------------------------------------------------------------------------------------
 
 
-def test_an_expectation_off_by_one_is_caught(small, prompt, noted):
+def test_an_expectation_off_by_one_is_caught(small: Path, prompt: Prompt, noted: Rows) -> None:
     artifact = Artifact.open(small)
     with open_chain(small, SPLIT, CONTEXT, engine=InspectedEngine) as chain:
         for n_tokens in (7, 127, 300):
@@ -205,7 +206,7 @@ def test_an_expectation_off_by_one_is_caught(small, prompt, noted):
             chain.close()
 
 
-def test_a_wrong_row_anywhere_is_caught(small, prompt, noted):
+def test_a_wrong_row_anywhere_is_caught(small: Path, prompt: Prompt, noted: Rows) -> None:
     artifact, n_tokens = Artifact.open(small), 300
     with open_chain(small, SPLIT, CONTEXT, engine=InspectedEngine) as chain:
         chain.feed(prompt(n_tokens), chunk=1024)

@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from fixture_types import Model
 
 from dgr.artifact import digests
 from dgr.artifact.artifact import Artifact
@@ -70,7 +71,7 @@ print(json.dumps({
 
 
 @pytest.fixture(scope="module")
-def big(model: Callable[..., Path]) -> Artifact:
+def big(model: Model) -> Artifact:
     """649 M parameters, with the manifest on record, as after the first stage that ran."""
     artifact = Artifact.open(model("mixed", preset="big"))
     assert artifact.file_bytes > 400 * MIB
@@ -81,10 +82,10 @@ def big(model: Callable[..., Path]) -> Artifact:
     return artifact
 
 
-def measure(artifact: Artifact, layers: LayerRange, mode: str) -> dict[str, int]:
+def measure(artifact: Artifact, layers: LayerRange, mode: str) -> dict[str, Any]:
     files = [str(file.path) for file in artifact.parts.present]
     command = [sys.executable, "-c", STAGE, str(artifact.file.path), str(layers), mode, *files]
-    found: dict[str, int] = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    found: dict[str, Any] = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
     return found
 
 

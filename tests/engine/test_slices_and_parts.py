@@ -6,11 +6,13 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from fixture_types import Model, Prompt
+from narrow import present
 
 import dgr
 from dgr.artifact.artifact import Artifact
@@ -19,7 +21,7 @@ from dgr.artifact.parts import part_name
 from dgr.artifact.slicing import write_slice
 from dgr.core.route import LayerRange, parse_split
 from dgr.core.values import ContextParams, LogitsWanted
-from dgr.engine.base import Output, Work
+from dgr.engine.base import Output, ShardEngine, Work
 from dgr.engine.llama import LlamaEngine, estimate_memory
 from dgr.engine.vocab import LlamaVocabulary
 from dgr.errors import ArtifactError
@@ -33,7 +35,7 @@ RANGES = parse_split(SPLIT, 43)
 
 
 @pytest.fixture(scope="module", params=[False, True], ids=["plain", "mtp"])
-def whole(request: pytest.FixtureRequest, model: Callable[..., Path]) -> Artifact:
+def whole(request: pytest.FixtureRequest, model: Model) -> Artifact:
     return Artifact.open(model("f32", mtp=request.param))
 
 
@@ -53,7 +55,7 @@ def parts(whole: Artifact, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def passes(whole: Artifact, prompt: Callable[..., list[int]]) -> list[list[Output]]:
+def passes(whole: Artifact, prompt: Prompt) -> list[list[Output]]:
     """What each stage of the one file gives for each chunk of a prompt."""
     with open_chain(whole, SPLIT, CONTEXT) as chain:
         return [run_stages(chain.engines, work) for work in chunks(prompt(140))]
@@ -64,7 +66,7 @@ def chunks(tokens: list[int]) -> Iterator[Work]:
         yield Work(0, begin, tokens[begin:end], logits=LogitsWanted.ALL)
 
 
-def run_stages(engines: tuple[LlamaEngine, ...], work: Work) -> list[Output]:
+def run_stages(engines: Sequence[ShardEngine], work: Work) -> list[Output]:
     """Each stage's output of its own, given the output of the stage before."""
     outputs = []
     for engine in engines:
@@ -86,7 +88,9 @@ def assert_same_stages(engines: list[LlamaEngine], passes: list[list[Output]], t
 
 
 @pytest.mark.parametrize("mmap", [False, True], ids=["read", "mmap"])
-def test_slices_equal_the_parents_stages(slices, whole, passes, prompt, mmap):
+def test_slices_equal_the_parents_stages(
+    slices: list[Path], whole: Artifact, passes: list[list[Output]], prompt: Prompt, mmap: bool
+) -> None:
     with ExitStack() as stack:
         engines = [LlamaEngine(path, None, CONTEXT, mmap=mmap) for path in slices]
         for engine in engines:
@@ -96,7 +100,7 @@ def test_slices_equal_the_parents_stages(slices, whole, passes, prompt, mmap):
         assert_same_stages(engines, passes, prompt(140))
 
 
-def test_memory_of_a_slice_is_that_of_the_parents_stage(slices, whole):
+def test_memory_of_a_slice_is_that_of_the_parents_stage(slices: list[Path], whole: Artifact) -> None:
     for path, layers in zip(slices, RANGES, strict=True):
         assert estimate_memory(path, None, CONTEXT) == estimate_memory(whole, layers, CONTEXT)
         # Ranges elsewhere can be asked for too: the slice knows the whole model.
@@ -104,12 +108,12 @@ def test_memory_of_a_slice_is_that_of_the_parents_stage(slices, whole):
 
 
 @pytest.mark.parametrize("layers", ["15:30", "14:29", "0:43", "0:15"])
-def test_a_slice_runs_nothing_outside_itself(slices, layers):
+def test_a_slice_runs_nothing_outside_itself(slices: list[Path], layers: str) -> None:
     with pytest.raises(ArtifactError, match=f"this slice holds layers 15:29 of the model, not all of {layers}"):
         LlamaEngine(slices[1], LayerRange.parse(layers), CONTEXT)
 
 
-def test_a_range_within_a_slice_runs(slices, whole, prompt):
+def test_a_range_within_a_slice_runs(slices: list[Path], whole: Artifact, prompt: Prompt) -> None:
     layers, tokens = LayerRange(16, 20), prompt(50)
     with ExitStack() as stack:
         engines = [LlamaEngine(source, layers, CONTEXT) for source in (slices[1], whole)]
@@ -121,7 +125,9 @@ def test_a_range_within_a_slice_runs(slices, whole, prompt):
 
 
 @pytest.mark.parametrize("mmap", [False, True], ids=["read", "mmap"])
-def test_parts_equal_the_one_file(parts, whole, passes, prompt, mmap):
+def test_parts_equal_the_one_file(
+    parts: Path, whole: Artifact, passes: list[list[Output]], prompt: Prompt, mmap: bool
+) -> None:
     with ExitStack() as stack:
         engines = [LlamaEngine(parts, layers, CONTEXT, mmap=mmap) for layers in RANGES]
         for engine in engines:
@@ -131,7 +137,9 @@ def test_parts_equal_the_one_file(parts, whole, passes, prompt, mmap):
 
 
 @pytest.mark.parametrize("mmap", [False, True], ids=["read", "mmap"])
-def test_a_stage_needs_only_the_parts_that_hold_its_tensors(parts, whole, passes, prompt, tmp_path, mmap):
+def test_a_stage_needs_only_the_parts_that_hold_its_tensors(
+    parts: Path, whole: Artifact, passes: list[list[Output]], prompt: Prompt, tmp_path: Path, mmap: bool
+) -> None:
     def host(layers: LayerRange) -> Path:
         """A folder as a host of one stage has it: first part, manifest, and what the range needs."""
         artifact = Artifact.open(parts)
@@ -158,7 +166,7 @@ def test_a_stage_needs_only_the_parts_that_hold_its_tensors(parts, whole, passes
             LlamaEngine(here, LayerRange(0, 15), CONTEXT)
 
 
-def test_without_the_manifest_such_a_stage_says_what_to_do(parts, tmp_path):
+def test_without_the_manifest_such_a_stage_says_what_to_do(parts: Path, tmp_path: Path) -> None:
     shutil.copy(parts, tmp_path)
     shutil.copy(parts.with_name(part_name("m", 2, 5)), tmp_path)
     artifact = Artifact.open(tmp_path / parts.name)
@@ -169,15 +177,15 @@ def test_without_the_manifest_such_a_stage_says_what_to_do(parts, tmp_path):
         LlamaEngine(artifact, layers, CONTEXT)
 
 
-async def test_a_pipeline_over_slices(slices, whole):
-    async def answer(model: object, split: str | None) -> list[int]:
+async def test_a_pipeline_over_slices(slices: list[Path], whole: Artifact) -> None:
+    async def answer(model: Path | list[str], split: str | None) -> list[int]:
         async with dgr.open_pipeline(model, split, context=CONTEXT) as pipeline, pipeline.session() as session:
             return [token.id async for token in session.generate("The quick brown fox", max_tokens=8)]
 
     assert await answer([str(path) for path in slices], None) == await answer(whole.file.path, SPLIT)
 
 
-async def test_slices_that_do_not_match_the_stages(slices):
+async def test_slices_that_do_not_match_the_stages(slices: list[Path]) -> None:
     for models, split, message in (
         (slices[:2], None, "the split ends at layer 29"),
         (slices, "0:15,15:43", "3 slices for 2 stages"),
@@ -190,7 +198,7 @@ async def test_slices_that_do_not_match_the_stages(slices):
                 pass
 
 
-async def test_slices_of_two_models_are_no_pipeline(slices, model, tmp_path):
+async def test_slices_of_two_models_are_no_pipeline(slices: list[Path], model: Model, tmp_path: Path) -> None:
     other = Artifact.open(model("f32", seed=1))
     write_slice(other, RANGES[1], tmp_path / "other.gguf")
     with pytest.raises(dgr.DgrError, match="differs in its artifact identity"):
@@ -198,13 +206,13 @@ async def test_slices_of_two_models_are_no_pipeline(slices, model, tmp_path):
             pass
 
 
-def test_the_stage_command_takes_a_slice(slices, whole):
-    command = [sys.executable, "-m", "dgr", "stage", slices[1], "--layers", "15:29", "--listen", "127.0.0.1:0"]
+def test_the_stage_command_takes_a_slice(slices: list[Path], whole: Artifact) -> None:
+    command = [sys.executable, "-m", "dgr", "stage", str(slices[1]), "--layers", "15:29", "--listen", "127.0.0.1:0"]
     with subprocess.Popen(
         [*command, "--ctx", "512", "--json", "--until-stdin-closes"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as process:
-        said = json.loads(process.stdout.readline())
-        process.stdin.close()
+        said = json.loads(present(process.stdout).readline())
+        present(process.stdin).close()
         assert process.wait(60) == 0
     assert (said["layers"], said["artifact"]) == ("15:29", whole.identity)
     refused = subprocess.run(

@@ -6,6 +6,7 @@ import io
 import re
 import tokenize
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -188,7 +189,7 @@ def stage(**changes: Any) -> StageIdentity:
 def test_a_wanted_capability_is_refused_by_every_name(name: str) -> None:
     for offered in ({"decode": "executable", "mtp": "reserved"}, {"decode": "executable", name: "executable"}):
         identity = stage(capabilities=offered)
-        refuses(lambda identity=identity: check_wants(("decode", name), identity), repr(name), "(executable: ")
+        refuses(partial(check_wants, ("decode", name), identity), repr(name), "(executable: ")
 
 
 def test_an_unknown_future_capability_is_refused() -> None:
@@ -296,6 +297,10 @@ def test_parts_that_are_elsewhere_are_not_taken_for_a_block_alone(merged: Path, 
         artifact.check(LayerRange(0, 4))
 
 
+def _keep(rows: list[bytes], _at: int, values: memoryview) -> None:
+    rows.append(bytes(values))
+
+
 async def test_a_model_with_the_block_runs_without_it(merged: Path, tmp_path: Path) -> None:
     """The same bits as the model without the block: it is neither loaded nor run."""
     plain = tmp_path / "plain.gguf"
@@ -305,7 +310,7 @@ async def test_a_model_with_the_block_runs_without_it(merged: Path, tmp_path: Pa
     for path, split in ((merged, None), (merged, "0:2,2:4"), (plain, None)):
         rows: list[bytes] = []
         async with dgr.open_pipeline(path, split, context=context) as pipeline, pipeline.session() as session:
-            await session.logits([5, 17, 3, 9, 44], lambda _at, values, rows=rows: rows.append(bytes(values)))
+            await session.logits([5, 17, 3, 9, 44], partial(_keep, rows))
         found.append(b"".join(rows))
     assert found[0] == found[1] == found[2]
     assert estimate_memory(merged).weights == estimate_memory(plain).weights

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -171,9 +172,9 @@ class RowOfTheLast(ReferenceDrafter):
 class SkipsARollback(ReferenceShard):
     """The second stage hands a rollback on and stays where it is."""
 
-    def _roll_back(self, held: object, message: Rollback) -> Taken:
+    def _roll_back(self, held: Any, message: Rollback) -> Taken:
         if self.index != 1:
-            return super()._roll_back(held, message)  # type: ignore[arg-type]
+            return super()._roll_back(held, message)
         return ([RolledBack(message.key, message.seq, message.to.position)], None) if self.is_tail else ([], [])
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from other_implementation import Stage
+from mtp.other_implementation import Stage
 
 from dgr.core.mtp import CONTRACT
 from dgr.testing.mtp_contract.episodes import BORDERS, EPISODES
@@ -37,7 +37,8 @@ GRID = json.loads((GOLDEN / "episodes" / "border-grid.json").read_text(encoding=
 
 
 def episode(name: str) -> dict[str, Any]:
-    return json.loads((GOLDEN / "episodes" / f"{name}.json").read_text(encoding="utf-8"))
+    told: dict[str, Any] = json.loads((GOLDEN / "episodes" / f"{name}.json").read_text(encoding="utf-8"))
+    return told
 
 
 def frames(step: dict[str, Any]) -> list[tuple[str, str, bytes]]:

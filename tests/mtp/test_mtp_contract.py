@@ -71,7 +71,7 @@ def test_work_is_a_frame_with_two_fields_more() -> None:
 
 def test_no_frame_has_a_tag_of_the_contract() -> None:
     used = {kind.__struct_config__.tag for kind in typing.get_args(frames.Frame)}
-    ours = [kind.__struct_config__.tag for kind in MESSAGES]
+    ours: list[Any] = [kind.__struct_config__.tag for kind in MESSAGES]
     assert not used.intersection(TAGS)
     assert sorted(ours) == ours
     assert set(ours) <= set(TAGS)
@@ -102,8 +102,8 @@ def test_no_field_could_carry_state(kind: type[msgspec.Struct]) -> None:
 def test_a_message_keeps_its_bound_with_the_largest_values() -> None:
     key = mtp_messages.Key(bytes(16), 2**63 - 1, 2**63 - 1)
     at = mtp_messages.Expectation(2**32 - 1, bytes(16))
-    sampling = mtp_messages.SamplingParams(
-        *([3.4e38] * 1), 2**31 - 1, *([3.4e38] * 5), 2**31 - 1, 2**63 - 1, 2**32 - 1, 64
+    sampling = values.SamplingParams(
+        3.4e38, 2**31 - 1, 3.4e38, 3.4e38, 3.4e38, 3.4e38, 3.4e38, 2**31 - 1, 2**63 - 1, 2**32 - 1, 64
     )
     for n in (1, 1000):
         tokens = (2**31 - 1,) * n
@@ -121,9 +121,9 @@ def test_rows_have_the_shapes_of_the_model() -> None:
     for wrong in (DraftInput(5, 7, bytes(16384)), DraftInput(129280, 7, bytes(65536))):
         with pytest.raises(InputError):
             shape.check_input(wrong)
-    for wrong in (DraftOutput(7, bytes(517120), b""), DraftOutput(7, bytes(4), bytes(65536))):
+    for answer in (DraftOutput(7, bytes(517120), b""), DraftOutput(7, bytes(4), bytes(65536))):
         with pytest.raises(InputError):
-            shape.check_output(wrong)
+            shape.check_output(answer)
     work = sample_messages()["work-between-stages"]
     assert isinstance(work, MtpWork)
     assert RowShape(2, 4, 4).payload_bytes(work) == work.payload

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from narrow import members
 
 from dgr.core.route import LayerRange
 from dgr.core.state_machine import InvalidTransition
@@ -240,7 +241,8 @@ class OwnCache:
                 break
         reused = -1
         for index, at in zip(free, positions, strict=True):
-            reused = max(reused, -1 if self.cells[index] is None else self.cells[index])  # type: ignore[type-var]
+            held = self.cells[index]
+            reused = max(reused, -1 if held is None else held)
             self.cells[index] = at
         self.cells = [None if at is not None and at <= reused else at for at in self.cells]
         self.head = free[-1] + 1
@@ -414,8 +416,8 @@ def test_every_pair_is_in_the_table_or_out_of_order(name: str) -> None:
             if begin is state and end not in reached:
                 reached.add(end)
                 frontier.append(end)
-    assert reached == set(table.states), "a state that nothing leads to"
-    assert {event for _, event in table.transitions} == set(table.events), "an event that no state takes"
+    assert reached == set(members(table.states)), "a state that nothing leads to"
+    assert {event for _, event in table.transitions} == set(members(table.events)), "an event that no state takes"
 
 
 @pytest.mark.parametrize(

@@ -28,8 +28,8 @@ def build_scripts() -> Iterator[tuple[ModuleType, ModuleType]]:
     """The modules ``llama_cpp`` and ``build_native``, which are scripts of the build and no part of the package."""
     sys.path.insert(0, str(CFFI_BUILD))
     try:
-        import build_native  # type: ignore[import-not-found]
-        import llama_cpp  # type: ignore[import-not-found]
+        import build_native  # type: ignore[import-not-found]  # on sys.path here alone
+        import llama_cpp  # type: ignore[import-not-found]  # on sys.path here alone
 
         yield llama_cpp, build_native
     finally:

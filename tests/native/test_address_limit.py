@@ -58,7 +58,7 @@ def through(model: Path, limit: str, *doors: tuple[str, int]) -> list[str]:
 
 
 @LIMITS
-def test_a_stage_opens_or_is_refused(five_layers, limit):
+def test_a_stage_opens_or_is_refused(five_layers: Path, limit: str) -> None:
     little = (("engine", 220), ("engine", 300), ("estimate", 100), ("vocabulary", 40), ("kernels", 30))
     enough = (("vocabulary", 160), ("kernels", 100), ("estimate", 480), ("engine", 480))
     said = through(five_layers, limit, *little, *enough)
@@ -71,7 +71,7 @@ def test_a_stage_opens_or_is_refused(five_layers, limit):
 @pytest.mark.slow
 @LIMITS
 @pytest.mark.parametrize("door", ["engine", "estimate", "vocabulary", "kernels"])
-def test_no_limit_ends_the_process(five_layers, door, limit):
+def test_no_limit_ends_the_process(five_layers: Path, door: str, limit: str) -> None:
     lefts: Iterable[int] = range(0, 520, 5)
     said = through(five_layers, limit, *((door, left) for left in lefts))
     assert len(said) == 104

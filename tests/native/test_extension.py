@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+from narrow import present
 
 import dgr.engine._native as native
 import dgr.testing._probe as probe
@@ -33,7 +34,7 @@ def test_only_the_module_init_is_exported(extension: ModuleType) -> None:
     nm = shutil.which("nm")
     assert nm, "nm comes with the compiler that built the extension"
     listing = subprocess.run(
-        [nm, "-D", "--defined-only", extension.__file__], capture_output=True, text=True, check=True
+        [nm, "-D", "--defined-only", present(extension.__file__)], capture_output=True, text=True, check=True
     ).stdout
     assert [line.split()[-1] for line in listing.splitlines()] == [f"PyInit_{extension.__name__.rpartition('.')[2]}"]
 

@@ -12,7 +12,7 @@ from dgr.testing.file_damage import DIRECTED, KINDS
 from dgr.testing.file_fuzz import DOORS, fuzz
 
 
-def test_damaged_files_are_refused_or_load():
+def test_damaged_files_are_refused_or_load() -> None:
     report = fuzz(seed=1, n_cases=6 * len(KINDS))
     assert report.findings == ()
     assert report.loaded > 30  # weights that differ, and bits that mean nothing
@@ -20,7 +20,7 @@ def test_damaged_files_are_refused_or_load():
 
 
 @pytest.mark.parametrize("case", ["equal tokens", "gpt2 without begin", "a scale of integers"])
-def test_a_file_that_ends_the_process_is_a_finding(case):
+def test_a_file_that_ends_the_process_is_a_finding(case: str) -> None:
     """Without dgr's checks it does; so the cases above are not an empty threat."""
     report = fuzz(seed=1, n_cases=10, only=case, unchecked=True)
     assert [finding.case for finding in report.findings] == [case]
@@ -29,11 +29,11 @@ def test_a_file_that_ends_the_process_is_a_finding(case):
 
 @pytest.mark.fuzz
 @pytest.mark.parametrize("seed", range(10, 20))
-def test_a_thousand_damaged_files_are_refused_or_load(seed):
+def test_a_thousand_damaged_files_are_refused_or_load(seed: int) -> None:
     assert fuzz(seed, 1000).findings == ()
 
 
-def test_one_module_alone_hands_files_to_native_code():
+def test_one_module_alone_hands_files_to_native_code() -> None:
     """It checks them first, so no door can forget to."""
     root = Path(dgr.__file__).parent
     callers = {

@@ -34,9 +34,9 @@ def build(name: str) -> Path:
     configure = [
         "cmake",
         "-S",
-        ROOT / "cffi_build",
+        str(ROOT / "cffi_build"),
         "-B",
-        folder,
+        str(folder),
         "-G",
         "Ninja",
         f"-DPython_EXECUTABLE={sys.executable}",

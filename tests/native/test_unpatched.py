@@ -28,7 +28,7 @@ def build_reference(folder: Path, *flavour: str) -> Path:
     source = CFFI_BUILD / "ctest" / "reference"
     # cmake and ninja are wheels of this environment, which need not be active.
     tools = {**os.environ, "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])}
-    configure = ["cmake", "-S", source, "-B", folder, "-G", "Ninja", f"-DLLAMA_PREFIX={prefix}"]
+    configure = ["cmake", "-S", str(source), "-B", str(folder), "-G", "Ninja", f"-DLLAMA_PREFIX={prefix}"]
     subprocess.run(configure, check=True, env=tools)
     subprocess.run(["cmake", "--build", folder], check=True, env=tools)
     return folder / "whole_logits"

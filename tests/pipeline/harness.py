@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import Any
 
 import trio.testing
 
@@ -46,7 +47,7 @@ class Stages:
         return Route(tuple(StageRef(name, layers) for name, layers in zip(names, ranges, strict=True)))
 
     def pipeline(
-        self, split: str, *, timeouts: Timeouts = TIMEOUTS, **options
+        self, split: str, *, timeouts: Timeouts = TIMEOUTS, **options: Any
     ) -> AbstractAsyncContextManager[Pipeline]:
         return open_pipeline_on(self.cluster.connect, self.route(split), timeouts=timeouts, **options)
 

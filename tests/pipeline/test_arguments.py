@@ -5,21 +5,23 @@ from __future__ import annotations
 import copy
 import math
 import pickle
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from decimal import Decimal
 from fractions import Fraction
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import trio
 from conversations import reference, take
-from harness import TWO, open_stages
+from pipeline.harness import TWO, open_stages
 
 import dgr
 from dgr.client.pipeline import Pipeline, Timeouts
 from dgr.cluster.connect import LinkPolicy
 from dgr.cluster.local import ShardPolicy
-from dgr.core.values import ContextParams, Expectation, Key, Numerics, SamplingParams
+from dgr.core.values import ContextParams, Expectation, Key, LogitsWanted, Numerics, SamplingParams
 from dgr.errors import InputError, InvalidLayerRange, InvalidToken
 from dgr.protocol.sampling import check_sampling, sampling_problem
 from dgr.wire import frames
@@ -30,7 +32,7 @@ NAN = math.nan
 
 # --- option structs ---
 
-ABSURD = {
+ABSURD: dict[type, dict[str, tuple[object, ...]]] = {
     Timeouts: {"reply": (NAN, -1, "1", None, True), "control": (NAN,), "route": (NAN, -math.inf)},
     ShardPolicy: {
         "idle_timeout": (NAN, -1, "9", None, True),
@@ -69,6 +71,9 @@ def test_sensible_options_are_taken() -> None:
     ContextParams(n_ctx=2**31 - 1, numerics=Numerics.NATIVE)
 
 
+_EMPTY: tuple[object, ...] = (0, "", {}, ())
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -97,11 +102,13 @@ def test_sensible_options_are_taken() -> None:
         *(
             ({name: empty}, f"{name} is .*; give a {kind}")
             for name, kind in (("context", "ContextParams"), ("policy", "ShardPolicy"), ("timeouts", "Timeouts"))
-            for empty in (0, "", {}, ())
+            for empty in _EMPTY
         ),
     ],
 )
-async def test_an_absurd_argument_of_open_pipeline_is_refused_by_name(small, options: dict, words: str) -> None:
+async def test_an_absurd_argument_of_open_pipeline_is_refused_by_name(
+    small: Path, options: dict[str, Any], words: str
+) -> None:
     options = {"model": small, "context": ContextParams(n_ctx=256, n_batch=64, n_ubatch=32), **options}
     with pytest.raises(InputError, match=words):
         async with dgr.open_pipeline(**options):
@@ -117,7 +124,7 @@ async def test_an_absurd_argument_of_open_pipeline_is_refused_by_name(small, opt
     ],
 )
 async def test_an_absurd_argument_of_open_route_is_refused_by_name(
-    tmp_path, route: object, options: dict, words: str
+    tmp_path: Path, route: Any, options: dict[str, Any], words: str
 ) -> None:
     (tmp_path / "route.toml").write_text('[[stage]]\naddress = "127.0.0.1:1"\nlayers = "0:2"\n')
     given = tmp_path / route if isinstance(route, str) else route
@@ -129,7 +136,7 @@ async def test_an_absurd_argument_of_open_route_is_refused_by_name(
 @pytest.mark.parametrize(
     "bounds", [(0.0, 5), (0, 1.5), (NAN, 5), (0, "5"), (None, 5), (True, 5), (np.int64(0), 5), (0, [5])]
 )
-def test_a_layer_range_has_whole_numbers(bounds: tuple[object, object]) -> None:
+def test_a_layer_range_has_whole_numbers(bounds: tuple[Any, Any]) -> None:
     with pytest.raises(InvalidLayerRange, match="is not made of two whole numbers"):
         dgr.LayerRange(*bounds)
 
@@ -138,23 +145,23 @@ LAYERS = dgr.LayerRange(0, 5)
 
 
 @pytest.mark.parametrize(
-    ("make", "words"),
+    ("kind", "arguments", "words"),
     [
-        (lambda: dgr.StageRef(5, LAYERS), "address is 5; give a text"),
-        (lambda: dgr.StageRef("a", "0:5"), "layers is '0:5'; give a LayerRange"),
-        (lambda: dgr.Route(()), "the route has no stage"),
-        (lambda: dgr.Route([dgr.StageRef("a", LAYERS)]), "stages is .*; give a tuple"),
-        (lambda: dgr.Route(("a",)), "a stage of the route is 'a'; give a StageRef"),
-        (lambda: dgr.Route(5), "stages is 5; give a tuple"),
+        (dgr.StageRef, (5, LAYERS), "address is 5; give a text"),
+        (dgr.StageRef, ("a", "0:5"), "layers is '0:5'; give a LayerRange"),
+        (dgr.Route, ((),), "the route has no stage"),
+        (dgr.Route, ([dgr.StageRef("a", LAYERS)],), "stages is .*; give a tuple"),
+        (dgr.Route, (("a",),), "a stage of the route is 'a'; give a StageRef"),
+        (dgr.Route, (5,), "stages is 5; give a tuple"),
     ],
 )
-def test_a_route_is_made_of_stages(make: Callable[[], object], words: str) -> None:
+def test_a_route_is_made_of_stages(kind: Callable[..., object], arguments: tuple[Any, ...], words: str) -> None:
     with pytest.raises(InputError, match=words):
-        make()
+        kind(*arguments)
 
 
 @pytest.mark.parametrize("value", [5, None, "0:5", (), LAYERS])
-async def test_only_a_route_or_a_function_is_taken_for_one(autojump_clock: trio.abc.Clock, value: object) -> None:
+async def test_only_a_route_or_a_function_is_taken_for_one(autojump_clock: trio.abc.Clock, value: Any) -> None:
     async with open_stages(TWO) as stages, stages.pipeline(TWO) as pipeline, pipeline.session() as session:
         with pytest.raises(InputError, match=r"route is .*; give a Route"):
             await pipeline.change_route(value)
@@ -165,7 +172,7 @@ async def test_only_a_route_or_a_function_is_taken_for_one(autojump_clock: trio.
 
 
 @pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, pickle.dumps])
-def test_what_owns_native_memory_is_not_copied(small, how: Callable[[object], object]) -> None:
+def test_what_owns_native_memory_is_not_copied(small: Path, how: Callable[[object], object]) -> None:
     engine = dgr.LlamaEngine(small, context=ContextParams(n_ctx=256, n_batch=64, n_ubatch=32))
     with dgr.LlamaVocabulary(small) as vocabulary:
         for owner in (engine, vocabulary):
@@ -183,7 +190,7 @@ NOT_TOKENS = [None, 5, 1.5, b"abc", bytearray(b"abc"), object()]
 INTEGERS = [np.int8, np.uint8, np.int32, np.int64, np.uint64, int]
 
 
-async def _ways(pipeline: Pipeline, session: dgr.ClientSession, tokens: object) -> list[Callable]:
+async def _ways(pipeline: Pipeline, session: dgr.ClientSession, tokens: Any) -> list[Callable[[], Awaitable[None]]]:
     async def prefill() -> None:
         await session.prefill(tokens)
 
@@ -222,14 +229,15 @@ async def test_what_is_not_a_token_is_refused_before_anything_changes(
 @pytest.mark.parametrize("integer", INTEGERS)
 async def test_any_integer_type_is_a_token(autojump_clock: trio.abc.Clock, integer: type) -> None:
     tokens = [integer(token) for token in PROMPT]
-    for given in (tokens, tuple(tokens), np.array(tokens)):
+    ways: tuple[Any, ...] = (tokens, tuple(tokens), np.array(tokens))
+    for given in ways:
         async with open_stages(TWO) as stages, stages.pipeline(TWO) as pipeline, pipeline.session() as session:
             assert await take(session.generate(given, max_tokens=3, stop=())) == reference(PROMPT, 3)
             assert {type(token) for token in session.transcript} == {int}
 
 
 @pytest.mark.parametrize("value", [2.5, NAN, -1, True, "3", 1.0, math.inf, [3]])
-async def test_an_odd_number_of_tokens_is_refused(autojump_clock: trio.abc.Clock, value: object) -> None:
+async def test_an_odd_number_of_tokens_is_refused(autojump_clock: trio.abc.Clock, value: Any) -> None:
     async with open_stages(TWO) as stages, stages.pipeline(TWO) as pipeline, pipeline.session() as session:
         with pytest.raises(InputError, match="max_tokens is"):
             session.generate(PROMPT, max_tokens=value)
@@ -255,7 +263,7 @@ REFUSED = {
 
 @pytest.mark.parametrize(("name", "value"), [(name, value) for name, values in REFUSED.items() for value in values])
 async def test_a_sampling_value_is_refused_before_a_token_is_committed(
-    autojump_clock: trio.abc.Clock, name: str, value: object
+    autojump_clock: trio.abc.Clock, name: str, value: Any
 ) -> None:
     async with open_stages(TWO) as stages, stages.pipeline(TWO) as pipeline, pipeline.session() as session:
         with pytest.raises(InputError, match=name):
@@ -267,19 +275,22 @@ async def test_a_sampling_value_is_refused_before_a_token_is_committed(
     ("name", "value"),
     [("temperature", 1e-46), ("top_p", 1 + 1e-9), ("min_p", -1e-46), ("repeat_penalty", 1e-45), ("min_p", 1 + 1e-9)],
 )
-def test_a_value_is_checked_as_the_float32_that_it_becomes(name: str, value: float) -> None:
+def test_a_value_is_checked_as_the_float32_that_it_becomes(name: str, value: Any) -> None:
     assert sampling_problem(check_sampling(SamplingParams(**{name: value}), 257), 257) is None
 
 
 def test_numbers_of_numpy_are_sampling_values() -> None:
-    params = SamplingParams(temperature=np.float32(0.5), seed=np.int64(7), top_k=np.uint8(3))
+    numbers: dict[str, Any] = {"temperature": np.float32(0.5), "seed": np.int64(7), "top_k": np.uint8(3)}
+    params = SamplingParams(**numbers)
     sampling = check_sampling(params, 257)
     assert sampling == check_sampling(SamplingParams(temperature=0.5, seed=7, top_k=3), 257)
-    frames.encode_message(frames.Tokens(Key(bytes(16), 1, 1), 1, Expectation(0, bytes(16)), (1,), 1, sampling))
+    frames.encode_message(
+        frames.Tokens(Key(bytes(16), 1, 1), 1, Expectation(0, bytes(16)), (1,), LogitsWanted.LAST, sampling)
+    )
 
 
 @pytest.mark.parametrize("sampling", [5, "greedy", {"temperature": 0.5}])
-async def test_only_sampling_params_are_sampling(autojump_clock: trio.abc.Clock, sampling: object) -> None:
+async def test_only_sampling_params_are_sampling(autojump_clock: trio.abc.Clock, sampling: Any) -> None:
     async with open_stages(TWO) as stages, stages.pipeline(TWO) as pipeline, pipeline.session() as session:
         with pytest.raises(InputError, match="sampling is"):
             session.generate(PROMPT, sampling=sampling)

@@ -9,7 +9,7 @@ import pytest
 import trio
 from cancel_at import CancelAt
 from conversations import reference, take
-from harness import CONTEXT, THREE, TWO, Stages, open_stages
+from pipeline.harness import CONTEXT, THREE, TWO, Stages, open_stages
 
 from dgr.cluster.local import ShardPolicy, open_cluster
 from dgr.core.route import LayerRange
@@ -131,6 +131,8 @@ def test_stages_that_stay_hold_nothing_of_a_pipeline_that_was_cancelled(engine: 
 
 
 def test_a_cancelled_turn_leaves_a_session_that_goes_on() -> None:
+    step, reached = 1, True
+
     async def live(begin: Callable[[], None]) -> None:
         async with open_stages(TWO) as stages, stages.pipeline(TWO) as pipeline, pipeline.session() as session:
             with trio.CancelScope() as scope:
@@ -145,7 +147,6 @@ def test_a_cancelled_turn_leaves_a_session_that_goes_on() -> None:
             nonlocal reached
             reached = killer.left <= 0
 
-    step, reached = 1, True
     while reached:
         trio.run(live, lambda: None)
         step += 3

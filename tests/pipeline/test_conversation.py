@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import trio
 from conversations import reference, seen, take, take_tokens
-from harness import CONTEXT, MODEL, THREE, TWO, WHOLE, kinds, open_stages
 from msgspec.structs import replace
+from narrow import all_of, as_a
+from pipeline.harness import CONTEXT, MODEL, THREE, TWO, WHOLE, kinds, open_stages
 
 from dgr.client.events import Prefilled, PrefillProgress, RePrefilled
 from dgr.core.route import LayerRange
@@ -171,7 +174,10 @@ async def test_an_answer_cut_in_mid_character_has_the_same_text_however_it_ends(
     prompt = PROMPT if end != "context" else (PROMPT * 4)[: CONTEXT.n_ctx - 3]
     expected = reference(prompt, 4)
     assert expected[3] not in expected[:3]
-    options = {"length": {"max_tokens": 3}, "stop": {"stop": [expected[3]]}, "context": {"stop": ()}}[end]
+    ends: dict[str, dict[str, Any]] = {
+        "length": {"max_tokens": 3}, "stop": {"stop": [expected[3]]}, "context": {"stop": ()},
+    }  # fmt: skip
+    options = ends[end]
     async with (
         open_stages(TWO) as stages,
         stages.pipeline(TWO, vocabulary=_Cut()) as pipeline,
@@ -286,7 +292,8 @@ async def test_sampling_out_of_range_is_refused_before_anything_moves(
 
 async def test_an_answer_to_nothing_is_refused(autojump_clock: trio.abc.Clock) -> None:
     async with open_stages(WHOLE) as stages, stages.pipeline(WHOLE) as pipeline, pipeline.session() as session:
-        for nothing in ({}, {"prompt": []}, {"transcript": []}):
+        ways: tuple[dict[str, Any], ...] = ({}, {"prompt": []}, {"transcript": []})
+        for nothing in ways:
             with pytest.raises(InputError, match="nothing to go on from"):
                 session.generate(**nothing)
         with pytest.raises(InputError, match="needs a vocabulary"):
@@ -295,7 +302,7 @@ async def test_an_answer_to_nothing_is_refused(autojump_clock: trio.abc.Clock) -
 
 @pytest.mark.parametrize("options", [{"chunk": 0}, {"chunk": -1}, {"window": 0}, {"window": 65}, {"retries": -1}])
 async def test_pipelines_refuse_sizes_that_make_no_sense(
-    autojump_clock: trio.abc.Clock, options: dict[str, int]
+    autojump_clock: trio.abc.Clock, options: dict[str, Any]
 ) -> None:
     async with open_stages(WHOLE) as stages:
         with pytest.raises(InputError, match=f"{next(iter(options))} is"):
@@ -313,7 +320,10 @@ async def test_a_second_generation_while_one_waits_is_refused(autojump_clock: tr
 
         def ask_more(_batch: object) -> None:
             stages.engines["0:2"].watch = None
-            for call in (lambda: session.generate([1]), lambda: session.generate(transcript=[1])):
+            calls: list[Callable[[], object]] = [
+                lambda: session.generate([1]), lambda: session.generate(transcript=[1]),
+            ]  # fmt: skip
+            for call in calls:
                 with pytest.raises(SessionBusy, match="is answering already"):
                     call()
                 refused.append(True)
@@ -338,7 +348,10 @@ async def test_a_closed_session_refuses_everything(autojump_clock: trio.abc.Cloc
         async with pipeline.session() as session:
             generation = session.generate(PROMPT)
             await anext(generation)
-        for call in (lambda: session.generate([1]), lambda: anext(generation), session.state_summaries):
+        calls: list[Callable[[], Any]] = [
+            lambda: session.generate([1]), lambda: anext(generation), session.state_summaries,
+        ]  # fmt: skip
+        for call in calls:
             with pytest.raises(SessionError, match="is closed"):
                 await call()
 
@@ -405,7 +418,7 @@ async def test_events_tell_first_prefills(autojump_clock: trio.abc.Clock) -> Non
         await take(session.generate(PROMPT, max_tokens=3))
         happened = seen(events)
         assert kinds(happened) == ["Prefilled"]
-        assert happened[-1].tokens == len(PROMPT)
+        assert as_a(Prefilled, happened[-1]).tokens == len(PROMPT)
 
 
 async def test_residuals_are_whole_numbers(autojump_clock: trio.abc.Clock) -> None:
@@ -430,9 +443,11 @@ async def test_a_prefill_of_several_chunks_tells_how_far_it_is(autojump_clock: t
         events = pipeline.events()
         await session.prefill(PROMPT[:20])
         told = seen(events)
-        assert [(e.session, e.committed, e.total) for e in told[:-1]] == [(session.id, n, 20) for n in (8, 16, 20)]
+        assert [(e.session, e.committed, e.total) for e in all_of(PrefillProgress, told[:-1])] == [
+            (session.id, n, 20) for n in (8, 16, 20)
+        ]
         assert isinstance(told[-1], Prefilled)
-        assert told[-1].seconds == told[-2].seconds
+        assert told[-1].seconds == as_a(PrefillProgress, told[-2]).seconds
         # A later turn counts its own tokens; one chunk is not news.
         await session.prefill(PROMPT[:9])
         assert [(e.committed, e.total) for e in seen(events) if isinstance(e, PrefillProgress)] == [(8, 9), (9, 9)]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import trio
 from conversations import held, reference, seen, take
-from harness import CONTEXT, THREE, TIMEOUTS, TWO, WHOLE, kinds, open_stages, rest
 from msgspec.structs import replace
+from pipeline.harness import CONTEXT, THREE, TIMEOUTS, TWO, WHOLE, kinds, open_stages, rest
 
 from dgr.client.events import RePrefilled, RouteDown, StateLost
 from dgr.client.pipeline import Pipeline
@@ -131,7 +133,7 @@ async def test_tries_are_bounded_and_the_failure_is_typed(autojump_clock: trio.a
             stages.pipeline(THREE, retries=retries) as pipeline,
             pipeline.session() as session,
         ):
-            runs = []
+            runs: list[int] = []
 
             def fail(_batch: object, runs: list[int] = runs) -> None:
                 runs.append(1)
@@ -180,13 +182,13 @@ async def test_misses_reach_the_caller_before_any_deadline(autojump_clock: trio.
 class _Picky(FakeEngine):
     """Refuses what nobody above it knows to refuse."""
 
-    def run(self, batch: list[Work]) -> list[Output]:
+    def run(self, batch: Sequence[Work]) -> list[Output]:
         if any(13 in work.tokens for work in batch):
             raise InputError("thirteen is not run here")
         return super().run(batch)
 
     def sample(
-        self, logits: memoryview | bytes, history: list[int], params: SamplingParams
+        self, logits: memoryview | bytes, history: Sequence[int], params: SamplingParams
     ) -> tuple[int, tuple[TopLogprob, ...]]:
         if params.temperature == 13:
             raise InputError("thirteen is too hot")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import trio
 from conversations import reference
-from harness import WHOLE, open_stages
+from pipeline.harness import WHOLE, open_stages
 
 from dgr.core.values import LogitsWanted, TopLogprob
 from dgr.testing.raw_client import open_raw_client

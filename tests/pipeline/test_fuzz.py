@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import logging
 import random
+from functools import partial
 
 import pytest
 import trio
 from conversations import reference, take, take_tokens
-from harness import CONTEXT, THREE, TIMEOUTS, TWO, Stages, open_stages, rest
 from hostile import Talker, lying, talk
 from msgspec.structs import replace
+from pipeline.harness import CONTEXT, THREE, TIMEOUTS, TWO, Stages, open_stages, rest
 
 from dgr.client import route_client
+from dgr.client.pipeline import open_pipeline_on
 from dgr.core.values import SamplingParams
 from dgr.errors import DgrError
 from dgr.protocol.limits import limits_of
@@ -31,11 +33,10 @@ async def _attack(stages: Stages, rng: random.Random, name: str, route: bytes) -
     boundary = rng.random() < 0.4
     async with open_link(near_far[1], limits, name="hostile", granted=limits.under_way) as arriving:
         if boundary:
-            serve = (shard.serve_boundary, arriving, rng.choice([*stages.cluster.shards, "", "nowhere:1"]))
+            shard.start_soon(shard.serve_boundary, arriving, rng.choice([*stages.cluster.shards, "", "nowhere:1"]))
         else:
-            serve = (shard.serve_control, arriving)
-        shard.start_soon(*serve)
-        await talk(near_far[0], talker.bytes, rng, 60)
+            shard.start_soon(shard.serve_control, arriving)
+        await talk(near_far[0], talker.next_bytes, rng, 60)
 
 
 async def _attack_shards(seed: int, rounds: int, caplog: pytest.LogCaptureFixture) -> None:
@@ -61,6 +62,10 @@ async def _attack_shards(seed: int, rounds: int, caplog: pytest.LogCaptureFixtur
     assert caplog.records == []
 
 
+def _note(rows: list[int], position: int, _values: memoryview) -> None:
+    rows.append(position)
+
+
 async def _lie_to_a_client(seed: int, rounds: int) -> dict[str, int]:
     rng, seen = random.Random(seed), {"right": 0, "typed": 0}
     for _ in range(rounds):
@@ -68,9 +73,11 @@ async def _lie_to_a_client(seed: int, rounds: int) -> dict[str, int]:
         async with open_stages(TWO) as stages:
             began = trio.current_time()
             connect = lying(stages.cluster.connect, rng, rng.choice([0.02, 0.1, 0.4]))
-            stages.cluster.connect = connect
             try:
-                async with stages.pipeline(TWO) as pipeline, pipeline.session() as session:
+                async with (
+                    open_pipeline_on(connect, stages.route(TWO), timeouts=TIMEOUTS) as pipeline,
+                    pipeline.session() as session,
+                ):
                     for turn in range(2):
                         rows: list[int] = []
                         tokens = await take_tokens(session.generate(PROMPT[turn:], max_tokens=3, sampling=params))
@@ -78,7 +85,7 @@ async def _lie_to_a_client(seed: int, rounds: int) -> dict[str, int]:
                         assert places == list(range(places[0], places[0] + len(places)))
                         before = session.transcript[: places[0]]
                         assert [token.id for token in tokens] == reference(before, 3)[: len(tokens)]
-                        await session.logits([1, 2], lambda position, _values, rows=rows: rows.append(position))
+                        await session.logits([1, 2], partial(_note, rows))
                         assert set(rows) == {len(session.transcript) - 2}
                         await session.state_summaries()
                 seen["right"] += 1

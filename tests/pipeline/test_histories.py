@@ -14,23 +14,24 @@ import os
 from collections import deque
 from collections.abc import Awaitable, Callable
 from functools import partial
+from typing import TypeVar
 
 import outcome
 import pytest
 import trio
 from attrs import define, field
 from conversations import held, reference, take
-from harness import CONTEXT, Stages, open_stages, rest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from msgspec.structs import replace
+from pipeline.harness import CONTEXT, Stages, open_stages, rest
 
 from dgr.client.generation import Generation
 from dgr.client.pipeline import Pipeline
 from dgr.client.session import ClientSession
 from dgr.core.prefix import EMPTY_DIGEST
-from dgr.core.values import Expectation, Key, SamplingParams
+from dgr.core.values import Expectation, Key, LogitsWanted, SamplingParams
 from dgr.errors import (
     ClosedError,
     ContextLimitExceeded,
@@ -43,6 +44,7 @@ from dgr.errors import (
 from dgr.protocol.states import ClientState, EpochState, RouteState
 from dgr.stage.session import SessionActor
 from dgr.stage.supervisor import EpochSupervisor
+from dgr.testing import is_paused
 from dgr.testing.engines.fake import Fault, FaultKind
 from dgr.wire import frames
 from dgr.wire.frames import Miss
@@ -58,6 +60,9 @@ ANY = st.integers(0, 11)
 
 #: Turns of the loop that no call needs.
 _ENOUGH = 20_000
+
+
+T = TypeVar("T")
 
 
 class Loop:
@@ -225,7 +230,7 @@ class Histories(RuleBasedStateMachine):
     def talks(self) -> list[Talk]:
         return [talk for running in self.running for talk in running.talks]
 
-    def pick(self, among: list, which: int):
+    def pick(self, among: list[T], which: int) -> T:
         return among[which % len(among)]
 
     def set(self, event: trio.Event) -> None:
@@ -391,7 +396,7 @@ class Histories(RuleBasedStateMachine):
     @precondition(lambda self: any(talk.scope is not None for talk in self.talks))
     @rule(which=ANY, turns=st.integers(0, 30))
     def cancel(self, which: int, turns: int) -> None:
-        scope = self.pick([talk for talk in self.talks if talk.scope is not None], which).scope
+        scope = self.pick([talk.scope for talk in self.talks if talk.scope is not None], which)
 
         async def stop() -> None:
             scope.cancel()
@@ -425,7 +430,7 @@ class Histories(RuleBasedStateMachine):
     def hold_a_stage(self, name: int) -> None:
         """A long native step: what comes queues, and no slot is cleared."""
         which = self.pick(self.shard_names(), name)
-        if which in self.holds or self.stages.shard(which).scheduler._lock.locked():
+        if which in self.holds or is_paused(self.stages.shard(which)):
             return
 
         self.holds[which] = trio.Event()
@@ -483,12 +488,13 @@ class Histories(RuleBasedStateMachine):
         if kind == "boundary":
             self._late_boundary(pipeline, key, seq, tokens[:4])
             return
-        frame = {
-            "work": frames.Tokens(key, 0 if older == 0 else seq, expect, tuple(tokens[:8]), 0, None),
+        late: dict[str, frames.Frame] = {
+            "work": frames.Tokens(key, 0 if older == 0 else seq, expect, tuple(tokens[:8]), LogitsWanted.NONE, None),
             "open": frames.Open(key, seq),
             "close": frames.Close(key, seq),
             "cancel": frames.Cancel(key, 0),
-        }[kind]
+        }
+        frame = late[kind]
 
         async def send() -> None:
             pipeline._client.head.send_nowait(frame)
@@ -506,7 +512,9 @@ class Histories(RuleBasedStateMachine):
             return
         consumed: list[int] = []
         payload = memoryview(bytes(4 * 3 * len(tokens)))
-        frame = frames.Boundary(key, seq, Expectation(0, EMPTY_DIGEST), tuple(tokens), 0, None, payload.nbytes)
+        frame = frames.Boundary(
+            key, seq, Expectation(0, EMPTY_DIGEST), tuple(tokens), LogitsWanted.NONE, None, payload.nbytes
+        )
 
         async def come() -> None:
             supervisor.work(frame, payload, lambda: consumed.append(1))
@@ -542,10 +550,10 @@ class Histories(RuleBasedStateMachine):
                     if not actor.is_ending:
                         assert actor.key.epoch == supervisor.epoch
         for talk in self.talks:
-            session = talk.session
-            assert session.committed <= len(session.transcript)
-            if session.state is ClientState.READY:
-                assert session.in_flight == 0
+            its = talk.session
+            assert its.committed <= len(its.transcript)
+            if its.state is ClientState.READY:
+                assert its.in_flight == 0
 
     def teardown(self) -> None:
         try:

@@ -13,15 +13,15 @@ import pytest
 import trio
 from attrs import define, field
 from conversations import reference, seen, take
-from harness import CONTEXT, MODEL, THREE, kinds, open_stages
 from msgspec.structs import replace
+from pipeline.harness import CONTEXT, MODEL, THREE, kinds, open_stages
 
 from dgr.client.pipeline import open_pipeline_on
 from dgr.cluster import local
 from dgr.cluster.local import open_cluster
 from dgr.core.route import Route, StageRef, parse_split
 from dgr.testing.engines.fake import FakeEngine, FakeModel
-from dgr.wire import frames
+from dgr.wire import frames, memory_transports
 
 PROMPT = [token % 250 for token in range(40)]
 _MESSAGE, _FRAGMENT = 1, 2
@@ -45,18 +45,19 @@ class Recording:
 
     def frames(self) -> list[tuple[frames.Frame, int, int]]:
         """(frame, bytes of its header, bytes of its payload)."""
-        found: list[list[object]] = []
-        streams: dict[int, list[object]] = {}
+        found: list[tuple[frames.Frame, int]] = []
+        payloads: list[int] = []
+        streams: dict[int, int] = {}
         for kind, stream, body in self.packets():
             if kind == _MESSAGE:
-                entry = [frames.decode(body), len(body), 0]
-                found.append(entry)
                 if stream:
-                    streams[stream] = entry
+                    streams[stream] = len(found)
+                found.append((frames.decode(body), len(body)))
+                payloads.append(0)
             else:
                 assert kind == _FRAGMENT
-                streams[stream][2] += len(body)
-        return [tuple(entry) for entry in found]
+                payloads[streams[stream]] += len(body)
+        return [(frame, header, payload) for (frame, header), payload in zip(found, payloads, strict=True)]
 
 
 class _Tee(trio.abc.Stream):
@@ -84,10 +85,9 @@ class _Tee(trio.abc.Stream):
 def recordings(monkeypatch: pytest.MonkeyPatch) -> list[Recording]:
     """All directions of all links that are made from now on."""
     made: list[Recording] = []
-    original = local.memory_transports
 
     def recorded() -> tuple[trio.abc.Stream, trio.abc.Stream]:
-        near, far = original()
+        near, far = memory_transports()
         made.extend([Recording(), Recording()])
         return _Tee(near, made[-2]), _Tee(far, made[-1])
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import trio
 from conversations import held, reference, seen, take
-from harness import CONTEXT, THREE, TWO, WHOLE, Stages, open_stages, rest
 from msgspec.structs import replace
+from pipeline.harness import CONTEXT, THREE, TWO, WHOLE, Stages, open_stages, rest
 
-from dgr.client.events import RePrefilled, RouteChanged
+from dgr.client.events import Event, RePrefilled, RouteChanged
 from dgr.client.pipeline import Pipeline
 from dgr.client.session import ClientSession
 from dgr.core.route import LayerRange, Route, StageRef
@@ -21,7 +21,7 @@ SAMPLING = SamplingParams(temperature=0.7, seed=4, presence_penalty=0.3)
 OTHER = "0:4,4:6#b"
 
 
-def reprefills(events: trio.MemoryReceiveChannel) -> list[tuple[str, int]]:
+def reprefills(events: trio.MemoryReceiveChannel[Event]) -> list[tuple[str, int]]:
     return [(event.reason, event.tokens) for event in seen(events) if isinstance(event, RePrefilled)]
 
 
@@ -120,12 +120,14 @@ async def test_there_and_back_and_there_again(autojump_clock: trio.abc.Clock) ->
     async with open_stages(TWO, WHOLE) as stages, stages.pipeline(TWO) as pipeline, pipeline.session() as session:
         await session.prefill(PROMPT)
         began = trio.current_time()
+        states: list[RouteState] = []
         async with trio.open_nursery() as nursery, held(stages.shard("0:2")), held(stages.shard("2:6")):
             await pipeline.change_route(stages.route(WHOLE))
             nursery.start_soon(pipeline.change_route, stages.route(TWO))
             await rest()
-            assert pipeline.state is RouteState.FENCING
-        assert pipeline.state is RouteState.LIVE
+            states.append(pipeline.state)
+        states.append(pipeline.state)
+        assert states == [RouteState.FENCING, RouteState.LIVE]
         for split in (WHOLE, TWO, WHOLE, TWO, WHOLE, TWO):
             await pipeline.change_route(stages.route(split))
         assert await take(session.generate([1], max_tokens=2)) == reference([*PROMPT, 1], 2)

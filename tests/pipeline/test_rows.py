@@ -11,7 +11,7 @@ import pytest
 import trio
 import trio.testing
 from conversations import held, take
-from harness import TWO, WHOLE, Stages, open_stages, rest
+from pipeline.harness import TWO, WHOLE, Stages, open_stages, rest
 
 from dgr.client.pipeline import Pipeline
 from dgr.core.state_machine import InvalidTransition, StateMachine, Table

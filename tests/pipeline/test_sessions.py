@@ -3,30 +3,32 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 import trio
 from attrs import evolve
 from conversations import held, reference, seen, take
-from harness import CONTEXT, THREE, TIMEOUTS, TWO, WHOLE, kinds, open_stages, rest
 from msgspec.structs import replace
+from pipeline.harness import CONTEXT, THREE, TIMEOUTS, TWO, WHOLE, kinds, open_stages, rest
 
-from dgr.client.events import GenerationCancelled, RePrefilled, StateLost
+from dgr.client.events import Event, GenerationCancelled, RePrefilled, StateLost
 from dgr.client.session import ClientSession
 from dgr.cluster.local import ShardPolicy
+from dgr.core.units import human_bytes
 from dgr.core.values import SamplingParams
-from dgr.engine.budget import human_bytes
 from dgr.errors import Overloaded, SessionError
 from dgr.protocol.states import ClientState
 
 PROMPT = list(b"In a hole in the ground there lived a hobbit.")
 
 
-def reprefills(events: trio.MemoryReceiveChannel) -> list[tuple[int, str, int]]:
+def reprefills(events: trio.MemoryReceiveChannel[Event]) -> list[tuple[int, str, int]]:
     return [(e.session, e.reason, e.tokens) for e in seen(events) if isinstance(e, RePrefilled)]
 
 
-async def give_up(action, *shards) -> None:
+async def give_up(action: Callable[[], Awaitable[object]], *shards: Any) -> None:
     """Start something, let it come to rest behind held shards, and cancel it."""
     async with trio.open_nursery() as nursery:
         nursery.start_soon(action)

@@ -8,11 +8,12 @@ import pytest
 import trio
 import trio.testing
 from conversations import reference, seen, take
-from harness import TWO, Stages, open_stages, rest
+from pipeline.harness import TWO, Stages, open_stages, rest
 
 from dgr.client.events import RouteDown
 from dgr.errors import DgrError, PeerRefused
 from dgr.stage.session import SessionActor
+from dgr.stage.shard import Shard
 from dgr.stage.supervisor import EpochSupervisor
 from dgr.wire import frames
 from dgr.wire.frames import Fence
@@ -94,7 +95,9 @@ async def test_a_defect_ends_one_route_session_and_no_other(
         assert any("ends by a defect" in record.getMessage() for record in caplog.records)
 
 
-def _for_route(right: Callable, wrong: Callable, is_wrong: Callable[[bytes], bool]) -> Callable:
+def _for_route(
+    right: Callable[..., object], wrong: Callable[..., object], is_wrong: Callable[[bytes], bool]
+) -> Callable[..., object]:
     def call(self: EpochSupervisor | SessionActor, *args: object, **options: object) -> object:
         route = self.route if isinstance(self, EpochSupervisor) else self.key.route
         return (wrong if is_wrong(route) else right)(self, *args, **options)
@@ -183,7 +186,7 @@ async def test_a_slot_that_cannot_be_cleared_meets_no_other_session(
     assert any("ends by a defect" in record.getMessage() for record in caplog.records)
 
 
-def _forgive(stages: Stages, shard: object) -> None:
+def _forgive(stages: Stages, shard: Shard) -> None:
     (lease,) = shard.ledger.leases
     stages.engines["2:6"].close(lease.slot)
     shard.ledger.release(lease)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import trio
-from harness import THREE, TWO, WHOLE
+from pipeline.harness import THREE, TWO, WHOLE
 
 from dgr.testing import open_fake_pipeline
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from narrow import members
 
 from dgr.core.state_machine import InvalidTransition, StateMachine
 from dgr.protocol import states
@@ -19,7 +20,11 @@ DRAWING = Path(__file__).parents[2] / "docs" / "draw_states.py"
 @pytest.mark.parametrize("name", MACHINES)
 def test_a_pair_outside_the_table_is_refused_and_moves_nothing(name: str) -> None:
     table = MACHINES[name]
-    absent = [pair for pair in itertools.product(table.states, table.events) if pair not in table.transitions]
+    absent = [
+        pair
+        for pair in itertools.product(members(table.states), members(table.events))
+        if pair not in table.transitions
+    ]
     assert absent, "a table that allows everything guards nothing"
     for state, event in absent:
         machine = StateMachine(table)
@@ -37,7 +42,7 @@ def test_tables_speak_of_their_own_states_and_events_only(name: str) -> None:
         assert state in table.states
         assert event in table.events
         assert following in table.states
-    assert {event for _, event in table.transitions} == set(table.events), "an event that nothing obeys"
+    assert {event for _, event in table.transitions} == set(members(table.events)), "an event that nothing obeys"
 
 
 @pytest.mark.parametrize("name", MACHINES)
@@ -47,7 +52,7 @@ def test_every_state_is_reached(name: str) -> None:
     while new:
         new = {following for (state, _), following in table.transitions.items() if state in new} - reached
         reached |= new
-    assert reached == set(table.states)
+    assert reached == set(members(table.states))
 
 
 @pytest.mark.parametrize(
@@ -56,14 +61,14 @@ def test_every_state_is_reached(name: str) -> None:
 def test_the_last_state_has_no_exit_and_every_other_leads_to_it(name: str, last: str) -> None:
     table = MACHINES[name]
     end = table.states(last)
-    assert {state for state in table.states if state not in {left for left, _ in table.transitions}} == {end}
+    assert {state for state in members(table.states) if state not in {left for left, _ in table.transitions}} == {end}
     ending = {end}
     while True:
         more = {state for (state, _), following in table.transitions.items() if following in ending} - ending
         if not more:
             break
         ending |= more
-    assert ending == set(table.states)
+    assert ending == set(members(table.states))
 
 
 def test_a_machine_begins_where_its_table_says() -> None:
@@ -114,5 +119,5 @@ def test_the_page_shows_every_transition(drawing: ModuleType) -> None:
                 line for line in page.splitlines() if line.startswith(f"    {state.value} --> {following.value}:")
             ]
             assert any(event.value in line.partition(": ")[2].split(", ") for line in arrows)
-        for member in [*table.states, *table.events]:
+        for member in [*members(table.states), *members(table.events)]:
             assert f"| {member.value} | " in page

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import trio
+from narrow import present
 
 import dgr
 from dgr.errors import BudgetExceeded, ContextLimitExceeded, InvalidRoute, InvalidToken, SessionBusy
@@ -40,14 +41,14 @@ def test_an_answer_equals_the_trio_one(small: Path) -> None:
     assert asyncio.run(main()) == undisturbed(small, PROMPT, 12)
 
 
-def test_the_end_of_an_answer_is_told_as_under_trio(small: Path) -> None:
+def test_the_end_of_an_answer_is_told_as_under_trio(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bytes that a stop token in mid-character leaves over are in the tail."""
     first, second = undisturbed(small, PROMPT, 2)
 
     async def main() -> tuple[str, str | None, str]:
         async with embed.open_pipeline(small, SPLIT, context=CONTEXT) as pipeline, pipeline.session() as session:
             cut = {first: b"\xe2"}
-            pipeline._pipeline.vocabulary.piece = lambda token: cut.get(token, b"")
+            monkeypatch.setattr(present(pipeline._pipeline.vocabulary), "piece", lambda token: cut.get(token, b""))
             generation = await session.generate(PROMPT, stop=[second])
             text = "".join([token.text async for token in generation])
             return text, generation.finish_reason, generation.tail

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 import trio
-from interrupts import GUARD, PROMPT, Fake, answer, trio_threads, undisturbed
+from serving.interrupts import GUARD, PROMPT, Fake, answer, trio_threads, undisturbed
 
 import dgr
 from dgr.client.events import PrefillProgress
@@ -66,7 +66,7 @@ async def entered_by_hand(pipeline: embed.EmbeddedPipeline) -> Callable[[], Awai
 async def in_a_generator_nobody_reads(pipeline: embed.EmbeddedPipeline) -> Callable[[], Awaitable[object]]:
     answers = stream(pipeline)
     await anext(answers)
-    return answers.aclose  # type: ignore[attr-defined, no-any-return]
+    return answers.aclose  # type: ignore[attr-defined, no-any-return]  # a generator has it, an iterator need not
 
 
 async def in_a_generator_that_reads_on(pipeline: embed.EmbeddedPipeline) -> Callable[[], Awaitable[object]]:
@@ -191,7 +191,7 @@ def test_an_error_carries_the_frames_of_both_sides() -> None:
 @pytest.mark.parametrize("kind", [ValueError, SystemExit, ExceptionGroup])
 @pytest.mark.parametrize("where", ["opening", "leaving"])
 def test_what_the_trio_side_raises_leaves_the_block_as_itself(where: str, kind: type[BaseException]) -> None:
-    error = kind("several", [ValueError("one")]) if kind is ExceptionGroup else kind("one")  # type: ignore[call-arg]
+    error = kind("several", [ValueError("one")]) if kind is ExceptionGroup else kind("one")
 
     @asynccontextmanager
     async def broken() -> AsyncIterator[dgr.Pipeline]:
@@ -424,7 +424,7 @@ def test_a_trio_run_that_breaks_down_lets_go_of_everyone(monkeypatch: pytest.Mon
 
 PROGRAM = """
 import asyncio, atexit, os, sys, warnings
-from interrupts import Fake, answer, PROMPT
+from serving.interrupts import Fake, answer, PROMPT
 from dgr.errors import ClosedError
 from dgr.serving import embed
 
@@ -480,6 +480,6 @@ asyncio.run(main())
 )
 def test_the_interpreter_ends_with_everything_open(program: str, code: int) -> None:
     ran = subprocess.run(
-        [sys.executable, "-c", PROGRAM + program], cwd=Path(__file__).parent, capture_output=True, timeout=GUARD
+        [sys.executable, "-c", PROGRAM + program], cwd=Path(__file__).parents[1], capture_output=True, timeout=GUARD
     )
     assert (ran.returncode, ran.stderr.decode(), ran.stdout) == (code, "", b"")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from attrs import Factory, define
-from interrupts import GUARD, PROMPT, Fake, Interrupter, Native, answer, trio_threads, undisturbed
+from serving.interrupts import GUARD, PROMPT, Fake, Interrupter, Native, answer, trio_threads, undisturbed
 
 from dgr.client.events import GenerationCancelled
 from dgr.client.generation import GeneratedToken

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import threading
 from queue import SimpleQueue
+from typing import Any, cast
 
 import pytest
 import trio
@@ -68,7 +69,7 @@ async def test_the_thread_ends_for_good() -> None:
 class _Interrupting:
     """A queue that is interrupted by Ctrl-C in the very moment in which something was put."""
 
-    def __init__(self, queue: SimpleQueue[object]) -> None:
+    def __init__(self, queue: SimpleQueue[Any]) -> None:
         self.get = queue.get
         self._queue = queue
 
@@ -79,11 +80,11 @@ class _Interrupting:
 
 
 def test_an_interrupt_between_handing_over_and_waiting_is_an_interrupt() -> None:
-    done = []
+    done: list[bool] = []
 
     async def main() -> None:
         engine_thread = EngineThread("an engine thread")
-        engine_thread._calls = _Interrupting(engine_thread._calls)
+        engine_thread._calls = cast("SimpleQueue[Any]", _Interrupting(engine_thread._calls))
         try:
             await engine_thread.run(lambda: done.append(True))
             await trio.lowlevel.checkpoint()

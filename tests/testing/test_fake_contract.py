@@ -9,6 +9,7 @@ import sys
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from attrs import evolve
@@ -89,7 +90,7 @@ class Leak(FakeEngine):
 class LayersCountFromZero(FakeEngine):
     """Takes a stage's first layer for the model's first."""
 
-    def __init__(self, *args, **kwargs) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._weights = {
             layer: FakeEngine(model=self.model)._weights[layer - self._layers.start] for layer in self._layers

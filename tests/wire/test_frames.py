@@ -13,9 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import Meta, inspect
-from wire_samples import DIGEST, FLASH, MEMBERS, SMALL, boundary, extreme, key, raw, type_of, values
+from narrow import as_a, present
+from wire.wire_samples import DIGEST, FLASH, MEMBERS, SMALL, boundary, extreme, key, raw, type_of, values
 
-from dgr.core.values import ContextParams, Expectation, Key, SamplingParams, StageIdentity
+from dgr.core.values import ContextParams, Expectation, Key, LogitsWanted, SamplingParams, StageIdentity
 from dgr.errors import FrameError
 from dgr.wire import frames, framing
 from dgr.wire.frames import Boundary, Frame, Logits, Tokens
@@ -49,12 +50,12 @@ def test_frames_are_values() -> None:
     frame, _payload = boundary()
     assert hash(frame) == hash(boundary()[0])
     with pytest.raises(AttributeError):
-        frame.seq = 2  # type: ignore[misc]
+        frame.seq = 2  # type: ignore[misc]  # that it cannot be set is what is tested
 
 
 def test_a_sampling_of_whole_numbers_is_the_same_sampling() -> None:
     whole = SamplingParams(1, 0, 1, 0, 1, 0, 0, -1, 0, 0, 0)
-    frame = Tokens(key(), 1, Expectation(0, DIGEST), (1,), 1, whole)
+    frame = Tokens(key(), 1, Expectation(0, DIGEST), (1,), LogitsWanted.LAST, whole)
     back = frames.decode(frames.encode_message(frame))
     assert isinstance(back, Tokens)
     assert back.sampling == whole
@@ -70,7 +71,7 @@ def _wrong(schema: Any, value: Any) -> Iterator[Any]:
     yield msgspec.msgpack.Ext(5, b"x")
     match schema:
         case inspect.IntType():
-            yield from (schema.ge - 1, schema.le + 1, 0.5, "1", b"1", None, True, [])
+            yield from (present(schema.ge) - 1, present(schema.le) + 1, 0.5, "1", b"1", None, True, [])
         case inspect.FloatType():
             yield from ("1", None, True, [])
             if schema.le is not None:
@@ -78,15 +79,16 @@ def _wrong(schema: Any, value: Any) -> Iterator[Any]:
         case inspect.BoolType():
             yield from (0, 1, "true", None)
         case inspect.BytesType():
-            yield from ("A" * 24, bytes(schema.max_length + 1), None, 1, [])
+            yield from ("A" * 24, bytes(present(schema.max_length) + 1), None, 1, [])
             if schema.min_length:
                 yield bytes(schema.min_length - 1)
         case inspect.StrType():
-            yield from ("x" * (schema.max_length + 1), b"x", None, 1)
+            yield from ("x" * (present(schema.max_length) + 1), b"x", None, 1)
         case inspect.EnumType(cls=cls) if issubclass(cls, str):
             yield from ("no such member", "", 1, None)
         case inspect.EnumType():
-            yield from (max(schema.cls) + 1, -1, max(schema.cls).name, None)
+            greatest = max(list[Any](schema.cls))
+            yield from (greatest + 1, -1, greatest.name, None)
         case inspect.UnionType(types=types):
             yield from (1, "x", b"x")
             if all(not isinstance(one, inspect.StructType) or any(f.required for f in one.fields) for one in types):
@@ -98,7 +100,7 @@ def _wrong(schema: Any, value: Any) -> Iterator[Any]:
                             yield bad
         case inspect.VarTupleType(item_type=item):
             yield from (b"", "", None, 1)
-            yield [value[0]] * (schema.max_length + 1) if value else [None]
+            yield [value[0]] * (present(schema.max_length) + 1) if value else [None]
             if schema.min_length:
                 yield []
             if value:
@@ -110,8 +112,8 @@ def _wrong(schema: Any, value: Any) -> Iterator[Any]:
                 for bad in _wrong(item, value[place]):
                     yield [*value[:place], bad, *value[place + 1 :]]
         case inspect.DictType():
-            yield from (None, 1, [], {"x" * (schema.key_type.max_length + 1): ""})
-            yield {str(index): "" for index in range(schema.max_length + 1)}
+            yield from (None, 1, [], {"x" * (present(as_a(inspect.StrType, schema.key_type).max_length) + 1): ""})
+            yield {str(index): "" for index in range(present(schema.max_length) + 1)}
             for bad in _wrong(schema.value_type, ""):
                 yield {"key": bad}
         case inspect.StructType():
@@ -187,6 +189,9 @@ def test_bytes_after_a_message_are_refused() -> None:
             frames.decode(frames.encode_message(frames.Pong(1)) + data)
 
 
+_BAD: tuple[object, ...] = ("\udcff", 2**70, -1, b"short", None, ({},))
+
+
 @pytest.mark.parametrize(
     "member", [one for one in MEMBERS if one not in framing._CHECKED_BY_THEIR_MAKERS], ids=lambda one: one.__name__
 )
@@ -194,7 +199,7 @@ def test_the_sender_of_a_frame_that_breaks_the_schema_is_told(member: type[msgsp
     """A struct does not check its own fields, so that without this the other side would close the link."""
     good = extreme(type_of(member), False)
     for field in type_of(member).fields:
-        for bad in ("\udcff", 2**70, -1, b"short", None, ({},)):
+        for bad in _BAD:
             if bad is None and isinstance(field.type, inspect.UnionType):
                 continue
             frame = msgspec.structs.replace(good, **{field.name: bad})
@@ -384,7 +389,7 @@ def test_the_header_of_the_longest_chunk_keeps_the_bound() -> None:
 
 def test_a_work_header_does_not_grow_with_the_context_but_for_the_width_of_a_number() -> None:
     def header(position: int) -> int:
-        return _header(Tokens(key(), 7, Expectation(position, DIGEST), (5,), 1, None))
+        return _header(Tokens(key(), 7, Expectation(position, DIGEST), (5,), LogitsWanted.LAST, None))
 
     sizes = {position: header(position) for position in (0, 127, 128, 4096, 65536, 1_000_000, 2**32 - 1)}
     assert all(size - sizes[0] <= 4 for size in sizes.values())

@@ -7,13 +7,15 @@ import random
 import struct
 import tracemalloc
 from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import msgspec
 import pytest
 from attrs import evolve
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from wire_samples import (
+from wire.wire_samples import (
     DIGEST,
     FLASH,
     MEMBERS,
@@ -29,7 +31,7 @@ from wire_samples import (
     type_of,
 )
 
-from dgr.core.values import Expectation
+from dgr.core.values import Expectation, LogitsWanted
 from dgr.errors import FrameError
 from dgr.wire import frames
 from dgr.wire.frames import Boundary, Frame, Logits, Ping, Pong, Tokens
@@ -192,7 +194,7 @@ def test_the_limits_of_the_longest_legal_frames_are_met_exactly() -> None:
         for frame, payload in (boundary(n_tokens=limits.n_batch, limits=limits), logits(1, 1, limits.n_batch, limits)):
             [got] = Framer(limits).receive(raw(frame, payload, limits=limits))
             assert same(got, frame, payload)
-        tokens = Tokens(key(), 1, Expectation(0, DIGEST), (2**31 - 1,) * limits.n_batch, 0, None)
+        tokens = Tokens(key(), 1, Expectation(0, DIGEST), (2**31 - 1,) * limits.n_batch, LogitsWanted.NONE, None)
         assert Framer(limits).receive(raw(tokens, limits=limits)) == [Received(tokens)]
         two = [boundary(session, n_tokens=limits.n_batch, limits=limits) for session in (1, 2)]
         framer = Framer(limits)
@@ -213,7 +215,7 @@ def test_the_limits_of_the_longest_legal_frames_are_met_exactly() -> None:
         (msgspec.structs.replace(boundary()[0], payload=20), bytes(20), "announces a payload of 20 bytes"),
         (*boundary(n_tokens=9), "9 tokens; the link agreed on n_batch 8"),
         (*logits(n_rows=9), "9 rows; the link agreed on at most 8"),
-        (Tokens(key(), 1, Expectation(0, DIGEST), (1,) * 9, 0, None), None, "agreed on n_batch 8"),
+        (Tokens(key(), 1, Expectation(0, DIGEST), (1,) * 9, LogitsWanted.NONE, None), None, "agreed on n_batch 8"),
         (Pong(1), b"x", "payload of 1 bytes; its fields say 0"),
         (Ping(1, b"\0\0x"), None, "other than zero"),
         (frames.Refused(key(), 1, frames.Refusal.INPUT, "x" * 4097), None, "breaks the schema"),
@@ -228,7 +230,8 @@ def test_a_frame_that_breaks_a_limit_is_refused_to_its_sender(frame: Frame, payl
 def test_a_payload_may_be_any_flat_buffer() -> None:
     frame, payload = boundary(n_tokens=2)
     floats = memoryview(payload).cast("f", shape=[2, 4])
-    for buffer in (payload, bytearray(payload), memoryview(payload), floats):
+    buffers: tuple[Any, ...] = (payload, bytearray(payload), memoryview(payload), floats)
+    for buffer in buffers:
         assert b"".join(map(flat, encode(frame, buffer, 1, SMALL))) == raw(frame, payload)
 
 
@@ -394,7 +397,7 @@ def test_a_thousand_bad_byte_strings_end_in_frame_errors_alone_within_the_limits
 ) -> None:
     errors = 0
     for chance, data in corpus():
-        _got, error = feed(Framer(SMALL), data, lambda chance=chance: chance.randint(1, 400))
+        _got, error = feed(Framer(SMALL), data, partial(chance.randint, 1, 400))
         errors += error is not None
     assert errors > 700
 
@@ -418,7 +421,7 @@ def cost(data: bytes, limits: Limits = FLASH) -> int:
 
 def _endless_tokens() -> bytes:
     """A message of 100 bytes that says it holds 2**20 token ids."""
-    frame = Tokens(key(), 1, Expectation(0, DIGEST), (1,), 0, None)
+    frame = Tokens(key(), 1, Expectation(0, DIGEST), (1,), LogitsWanted.NONE, None)
     body = frames.encode_message(frame)
     place = body.rindex(b"\x91\x01")
     return packet(MESSAGE, body[:place] + b"\xdd" + struct.pack(">I", 2**20) + bytes(40))
@@ -444,7 +447,9 @@ def test_a_hostile_header_costs_less_than_64_kib(data: bytes) -> None:
 def test_an_announced_payload_costs_nothing_until_it_comes() -> None:
     """Also within the limits: it may be the other side itself that stated them."""
     wide = evolve(FLASH, n_batch=2**20)
-    frame = Boundary(key(), 1, Expectation(0, DIGEST), (1,) * 600, 0, None, 600 * 4 * FLASH.boundary_width)
+    frame = Boundary(
+        key(), 1, Expectation(0, DIGEST), (1,) * 600, LogitsWanted.NONE, None, 600 * 4 * FLASH.boundary_width
+    )
     with pytest.raises(FrameError, match="n_batch 512"):
         Framer(FLASH).receive(announcement(frame, 1))
     for limits in (FLASH, wide):

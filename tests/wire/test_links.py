@@ -7,14 +7,15 @@ import random
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
 
 import pytest
 import trio
 from attrs import evolve, frozen
 from trio.testing import MockClock, check_two_way_stream, wait_all_tasks_blocked
-from wire_samples import DIGEST, FLASH, ROUTE, SMALL, boundary, key, logits, raw
+from wire.wire_samples import DIGEST, FLASH, ROUTE, SMALL, boundary, key, logits, raw
 
-from dgr.core.values import Expectation, Key, SamplingParams
+from dgr.core.values import Expectation, Key, LogitsWanted, SamplingParams
 from dgr.errors import ClosedError, FrameError, LinkBroken, Overloaded
 from dgr.testing.network.relay import Relay, open_relay
 from dgr.wire import links, outbox
@@ -35,35 +36,35 @@ class Pair:
 
 
 @asynccontextmanager
-async def linked(limits: Limits = SMALL, **options: float) -> AsyncIterator[Pair]:
+async def linked(limits: Limits = SMALL, **options: Any) -> AsyncIterator[Pair]:
     near, far = memory_transports()
     async with (
-        open_link(near, limits, name="left", **options) as left,  # type: ignore[arg-type]
+        open_link(near, limits, name="left", **options) as left,
         open_link(far, limits, name="right") as right,
     ):
         yield Pair(left, right)
 
 
 @asynccontextmanager
-async def half_linked(limits: Limits = SMALL, **options: float) -> AsyncIterator[tuple[Link, trio.abc.Stream]]:
+async def half_linked(limits: Limits = SMALL, **options: Any) -> AsyncIterator[tuple[Link, trio.abc.Stream]]:
     """A link, and the bare transport at its other end."""
     near, far = memory_transports()
-    async with open_link(near, limits, name="left", **options) as left:  # type: ignore[arg-type]
+    async with open_link(near, limits, name="left", **options) as left:
         yield left, far
         await trio.aclose_forcefully(far)
 
 
 @asynccontextmanager
 async def relayed(
-    limits: Limits = SMALL, *, capacity: int = 1 << 20, **options: float
+    limits: Limits = SMALL, *, capacity: int = 1 << 20, **options: Any
 ) -> AsyncIterator[tuple[Pair, Relay]]:
     """Two ends of one link with a relay between them."""
     near, near_plug = memory_transports()
     far_plug, far = memory_transports()
     async with (
         open_relay(near_plug, far_plug, capacity=capacity) as relay,
-        open_link(near, limits, name="left", **options) as left,  # type: ignore[arg-type]
-        open_link(far, limits, name="right", **options) as right,  # type: ignore[arg-type]
+        open_link(near, limits, name="left", **options) as left,
+        open_link(far, limits, name="right", **options) as right,
     ):
         yield Pair(left, right), relay
 
@@ -675,7 +676,7 @@ async def test_a_boundary_costs_its_payload_and_at_most_320_bytes(n_tokens: int,
     size = 4 * n_tokens * FLASH.boundary_width
     whose = Key(ROUTE, 2**63 - 1, 2**63 - 1)
     tokens = (2**31 - 1,) * n_tokens
-    frame = Boundary(whose, 2**63 - 1, Expectation(2**32 - 1, DIGEST), tokens, 2, sampling, size)
+    frame = Boundary(whose, 2**63 - 1, Expectation(2**32 - 1, DIGEST), tokens, LogitsWanted.ALL, sampling, size)
     async with linked(FLASH) as pair:
         await pair.left.send(frame, bytes(size))
         [got] = await take(pair.right, 1)
@@ -694,7 +695,7 @@ async def test_what_is_between_stages_is_payload_and_a_header_that_does_not_grow
             before = link.statistics().bytes_sent
             size = 4 * FLASH.boundary_width
             await link.send(
-                Boundary(key(), seq, Expectation(position, DIGEST), (3,), 1, None, size),
+                Boundary(key(), seq, Expectation(position, DIGEST), (3,), LogitsWanted.LAST, None, size),
                 random.Random(seq).randbytes(size),
             )
             await link.flush()
@@ -935,6 +936,6 @@ async def test_flush_ends_with_the_link(autojump_clock: MockClock) -> None:
 
 async def test_tokens_take_the_control_lane(autojump_clock: MockClock) -> None:
     async with linked(credit=0) as pair:
-        work = Tokens(key(), 1, Expectation(0, DIGEST), (1, 2, 3), 1, None)
+        work = Tokens(key(), 1, Expectation(0, DIGEST), (1, 2, 3), LogitsWanted.LAST, None)
         await pair.left.send(work)
         assert (await anext(pair.right)).frame == work

@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 import trio
-from wire_samples import FLASH, boundary
+from wire.wire_samples import FLASH, boundary
 
 from dgr.errors import DeadlineExceeded, InputError, LinkBroken
 from dgr.testing.network.relay import Relay, open_relay

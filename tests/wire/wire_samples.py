@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 from hypothesis import strategies as st
 from msgspec import inspect
+from narrow import as_a, members, present
 
 from dgr.core.route import LayerRange
 from dgr.core.values import Expectation, Key, LogitsWanted
@@ -78,25 +79,27 @@ def extreme(schema: Any, greatest: bool, n_items: int | None = None) -> Any:
         case inspect.NoneType():
             return None
         case inspect.BytesType():
-            return bytes(schema.max_length if greatest else schema.min_length or 0)
+            return bytes(present(schema.max_length) if greatest else schema.min_length or 0)
         case inspect.StrType():
-            return "\U0001f600" * schema.max_length if greatest else ""
+            return "\U0001f600" * present(schema.max_length) if greatest else ""
         case inspect.EnumType():
-            return (max if greatest else min)(schema.cls)
+            return (max if greatest else min)(members(schema.cls))
         case inspect.UnionType(types=types):
             wanted = [one for one in types if isinstance(one, inspect.NoneType) != greatest]
             return extreme(wanted[0], greatest, n_items)
         case inspect.TupleType(item_types=items):
             return tuple(extreme(item, greatest, n_items) for item in items)
         case inspect.VarTupleType(item_type=item):
-            count = schema.max_length if greatest else schema.min_length or 0
+            count = present(schema.max_length) if greatest else schema.min_length or 0
             count = count if n_items is None else max(schema.min_length or 0, min(count, n_items))
             return (extreme(item, greatest, n_items),) * count
         case inspect.DictType():
-            count = schema.max_length if greatest else 0
+            count = present(schema.max_length) if greatest else 0
             count = count if n_items is None else min(count, n_items)
             key, value = extreme(schema.key_type, greatest), extreme(schema.value_type, greatest)
-            return {f"{index:04}{key}"[: schema.key_type.max_length]: value for index in range(count)}
+            return {
+                f"{index:04}{key}"[: as_a(inspect.StrType, schema.key_type).max_length]: value for index in range(count)
+            }
         case inspect.StructType(cls=cls) if cls is LayerRange:  # of which not every pair of numbers is one
             return LayerRange(2**32 - 2, 2**32 - 1) if greatest else LayerRange(0, 1)
         case inspect.StructType():
@@ -119,9 +122,9 @@ def values(schema: Any) -> st.SearchStrategy[Any]:
         case inspect.NoneType():
             return st.none()
         case inspect.BytesType():
-            return st.binary(min_size=schema.min_length or 0, max_size=min(schema.max_length, 16))
+            return st.binary(min_size=schema.min_length or 0, max_size=min(present(schema.max_length), 16))
         case inspect.StrType():
-            return st.text(max_size=min(schema.max_length, 20))
+            return st.text(max_size=min(present(schema.max_length), 20))
         case inspect.EnumType():
             return st.sampled_from(list(schema.cls))
         case inspect.UnionType(types=types):

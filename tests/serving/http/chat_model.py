@@ -13,6 +13,7 @@ import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import lru_cache
+from typing import Any
 
 from dgr.core.values import ContextParams, SamplingParams, TopLogprob
 from dgr.serving.api.vocabulary import ServingVocabulary, byte_symbols
@@ -98,7 +99,7 @@ class ChatModel:
     def attach(self) -> None:
         """Speak through the tail, also after a restart."""
         tail = self.offline.engines["stage-2"]
-        tail.sample = self._sample
+        vars(tail)["sample"] = self._sample
         for engine in self.offline.engines.values():
             engine.inline = True
         self.head.watch = self._watch
@@ -155,7 +156,7 @@ class ChatModel:
 
 
 @asynccontextmanager
-async def open_chat_model(n_ctx: int = 4096, sessions: int = 2, **options: object) -> AsyncIterator[ChatModel]:
+async def open_chat_model(n_ctx: int = 4096, sessions: int = 2, **options: Any) -> AsyncIterator[ChatModel]:
     """A pipeline of three fake stages that chats."""
     context = ContextParams(n_ctx=n_ctx, n_batch=64, n_ubatch=64, n_seq_max=sessions)
     model_of_three = FakeModel(n_layers=3, n_vocab=len(TOKENS), width=1)

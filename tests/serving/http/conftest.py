@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 
 import pytest
-from http_servers import Server, open_server
+from serving.http.http_servers import Server, open_server
 
 
 @pytest.fixture

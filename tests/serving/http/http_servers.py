@@ -10,7 +10,7 @@ from typing import Any
 import openai
 import trio
 from attrs import define
-from chat_model import ChatModel, open_chat_model, vocabulary
+from serving.http.chat_model import ChatModel, open_chat_model, vocabulary
 
 from dgr.serving.api.prompts import Thinking
 from dgr.serving.engine import ServingEngine, ServingLimits, open_serving
@@ -37,7 +37,8 @@ class Reply:
 
     @property
     def error(self) -> dict[str, Any]:
-        return self.json()["error"]
+        error: dict[str, Any] = self.json()["error"]
+        return error
 
 
 class Stream:

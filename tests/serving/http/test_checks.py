@@ -17,8 +17,8 @@ from typing import Any
 import openai
 import pytest
 import trio
-from chat_model import EOS, UNTHINK, spelled
-from http_servers import Server, chat_body
+from serving.http.chat_model import EOS, UNTHINK, spelled
+from serving.http.http_servers import Server, chat_body
 
 from dgr.serving.api.prompts import Thinking
 from dgr.serving.engine import ServingLimits
@@ -46,17 +46,20 @@ def calls_of(chunks: list[Any]) -> list[dict[str, Any]]:
 
 
 def last_choice(chunks: list[Any]) -> dict[str, Any]:
-    return [choice for chunk in chunks[:-1] for choice in chunk["choices"]][-1]
+    last: dict[str, Any] = [choice for chunk in chunks[:-1] for choice in chunk["choices"]][-1]
+    return last
 
 
 def cached(reply: Any) -> int:
-    return reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+    return int(reply.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
 # --- stream and connection ---
 
 
-async def test_01_the_first_byte_comes_at_once_and_comments_while_waiting_and_in_prefill(serve: Callable) -> None:
+async def test_01_the_first_byte_comes_at_once_and_comments_while_waiting_and_in_prefill(
+    serve: Callable[..., Any],
+) -> None:
     async with serve(sessions=1, options=QUICK) as server:
         server.model.hold()
         first = await server.stream(chat_body("first", stream=True))
@@ -77,7 +80,7 @@ async def test_01_the_first_byte_comes_at_once_and_comments_while_waiting_and_in
         await second.aclose()
 
 
-async def test_02_comments_stand_between_events_on_lines_of_their_own(serve: Callable) -> None:
+async def test_02_comments_stand_between_events_on_lines_of_their_own(serve: Callable[..., Any]) -> None:
     async with serve(options=QUICK) as server:
         server.model.hold(after=4)
         stream = await server.stream(chat_body("some words", stream=True))
@@ -91,14 +94,14 @@ async def test_02_comments_stand_between_events_on_lines_of_their_own(serve: Cal
         await stream.aclose()
 
 
-async def test_02_comments_can_be_switched_off(serve: Callable) -> None:
+async def test_02_comments_can_be_switched_off(serve: Callable[..., Any]) -> None:
     async with serve(options=ServerOptions(model="m", thinking=Thinking.OFF, keep_alive=math.inf)) as server:
         stream = await server.stream(chat_body("hi", stream=True))
         assert all([event.startswith("data: ") async for event in stream.events()])
         await stream.aclose()
 
 
-async def test_03_a_deadline_ends_a_request_whatever_comments_were_sent(serve: Callable) -> None:
+async def test_03_a_deadline_ends_a_request_whatever_comments_were_sent(serve: Callable[..., Any]) -> None:
     async with serve(limits=ServingLimits(deadline=0.1), options=QUICK) as server:
         server.model.hold()
         chunks = await server.data(chat_body("never"))
@@ -108,7 +111,7 @@ async def test_03_a_deadline_ends_a_request_whatever_comments_were_sent(serve: C
         assert (reply.status, reply.error["code"]) == (504, "deadline_exceeded")
 
 
-async def test_04_progress_of_the_prefill_is_told_when_asked_for(serve: Callable) -> None:
+async def test_04_progress_of_the_prefill_is_told_when_asked_for(serve: Callable[..., Any]) -> None:
     async with serve(options=QUICK) as server:
         server.model.hold(after=3)
         stream = await server.stream(chat_body(LONG, stream=True, return_progress=True, max_tokens=1))
@@ -127,7 +130,7 @@ async def test_04_progress_of_the_prefill_is_told_when_asked_for(serve: Callable
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("keys", [None, "0123456789abcdef-key"])
 async def test_05_08_09_a_client_that_leaves_during_decode_stops_its_work(
-    serve: Callable, stream: bool, keys: str | None
+    serve: Callable[..., Any], stream: bool, keys: str | None
 ) -> None:
     """Streamed or not, through the gate of API keys or not: at most the step under way is finished."""
     async with serve(keys=None if keys is None else ApiKeys([keys])) as server:
@@ -156,7 +159,7 @@ async def _with_key(server: Server, key: str) -> Any:
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_06_a_client_that_leaves_during_prefill_stops_its_work_within_a_chunk(
-    serve: Callable, stream: bool
+    serve: Callable[..., Any], stream: bool
 ) -> None:
     async with serve() as server:
         server.model.hold(after=2)
@@ -171,7 +174,7 @@ async def test_06_a_client_that_leaves_during_prefill_stops_its_work_within_a_ch
 
 
 @pytest.mark.parametrize("stream", [True, False])
-async def test_07_a_client_that_leaves_the_line_is_never_begun(serve: Callable, stream: bool) -> None:
+async def test_07_a_client_that_leaves_the_line_is_never_begun(serve: Callable[..., Any], stream: bool) -> None:
     async with serve(sessions=1) as server, trio.open_nursery() as nursery:
         server.model.hold()
         nursery.start_soon(server.chat, "first")
@@ -186,7 +189,7 @@ async def test_07_a_client_that_leaves_the_line_is_never_begun(serve: Callable, 
         assert not any(b"never begun" in bytes(token for token in one if token < 256) for one in server.model.seen)
 
 
-async def test_10_a_retry_finds_what_was_evaluated_before_its_client_had_left(serve: Callable) -> None:
+async def test_10_a_retry_finds_what_was_evaluated_before_its_client_had_left(serve: Callable[..., Any]) -> None:
     async with serve() as server:
         server.model.hold(after=5)
         connection = await server.connect()
@@ -203,7 +206,7 @@ async def test_10_a_retry_finds_what_was_evaluated_before_its_client_had_left(se
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("seeded", [True, False])
 async def test_10_a_retry_goes_on_with_the_answer_that_its_client_had_left(
-    serve: Callable, stream: bool, seeded: bool
+    serve: Callable[..., Any], stream: bool, seeded: bool
 ) -> None:
     """It costs the tokens that are still to be drawn, and gives those that an undisturbed answer would have given."""
     async with serve() as server:
@@ -229,7 +232,7 @@ async def test_10_a_retry_goes_on_with_the_answer_that_its_client_had_left(
         assert again.json()["usage"]["completion_tokens"] == len("some more words")
 
 
-async def test_10_another_seed_is_another_answer(serve: Callable) -> None:
+async def test_10_another_seed_is_another_answer(serve: Callable[..., Any]) -> None:
     async with serve() as server:
         server.model.hold(after=4)
         connection = await server.connect()
@@ -243,7 +246,7 @@ async def test_10_another_seed_is_another_answer(serve: Callable) -> None:
         assert server.engine.sessions.resumed == 0
 
 
-async def test_11_the_tries_of_a_client_that_times_out_follow_each_other(serve: Callable) -> None:
+async def test_11_the_tries_of_a_client_that_times_out_follow_each_other(serve: Callable[..., Any]) -> None:
     async with serve() as server:
         server.model.hold(after=2)
         client = server.client(max_retries=1, timeout=0.3)
@@ -256,7 +259,7 @@ async def test_11_the_tries_of_a_client_that_times_out_follow_each_other(serve: 
         await client.close()
 
 
-async def test_12_14_15_a_stream_is_shaped_as_clients_expect(serve: Callable) -> None:
+async def test_12_14_15_a_stream_is_shaped_as_clients_expect(serve: Callable[..., Any]) -> None:
     """The role first and once, no empty content, one finish reason in the last choice, then the end mark."""
     async with serve() as server:
         chunks = await server.data(chat_body("some words"))
@@ -270,7 +273,7 @@ async def test_12_14_15_a_stream_is_shaped_as_clients_expect(serve: Callable) ->
         assert "usage" not in chunks[0]
 
 
-async def test_13_an_error_after_the_start_is_an_event_and_no_finish_reason(serve: Callable) -> None:
+async def test_13_an_error_after_the_start_is_an_event_and_no_finish_reason(serve: Callable[..., Any]) -> None:
     async with serve(limits=ServingLimits(deadline=0.1)) as server:
         server.model.hold(after=4)
         chunks = await server.data(chat_body("some words"))
@@ -283,7 +286,7 @@ async def test_13_an_error_after_the_start_is_an_event_and_no_finish_reason(serv
                 assert not [chunk async for chunk in chunks if chunk.choices[0].finish_reason]
 
 
-async def test_16_proxies_are_told_not_to_hold_or_change_a_stream(serve: Callable) -> None:
+async def test_16_proxies_are_told_not_to_hold_or_change_a_stream(serve: Callable[..., Any]) -> None:
     async with serve() as server:
         stream = await server.connect()
         headers = {"accept-encoding": "gzip, br"}
@@ -313,7 +316,7 @@ async def test_16_proxies_are_told_not_to_hold_or_change_a_stream(serve: Callabl
 )
 @pytest.mark.parametrize("chat", [True, False])
 async def test_17_stop_strings_are_found_wherever_they_lie(
-    serve: Callable, answer: str, stop: list[str], text: str, chat: bool
+    serve: Callable[..., Any], answer: str, stop: list[str], text: str, chat: bool
 ) -> None:
     async with serve() as server:
         server.model.script["go"] = answer
@@ -330,7 +333,7 @@ async def test_17_stop_strings_are_found_wherever_they_lie(
         assert whole["finish_reason"] == last_choice(streamed)["finish_reason"] == "stop"
 
 
-async def test_17_a_stop_string_ends_the_work_too(serve: Callable) -> None:
+async def test_17_a_stop_string_ends_the_work_too(serve: Callable[..., Any]) -> None:
     async with serve() as server:
         server.model.script["go"] = "one two" + 500 * "x"
         reply = await server.chat("go", stop="two")
@@ -338,7 +341,7 @@ async def test_17_a_stop_string_ends_the_work_too(serve: Callable) -> None:
         assert len(server.model.seen) == len("one two")
 
 
-async def test_18_stop_strings_do_not_count_in_reasoning_or_cut_tool_calls(serve: Callable) -> None:
+async def test_18_stop_strings_do_not_count_in_reasoning_or_cut_tool_calls(serve: Callable[..., Any]) -> None:
     async with serve() as server:
         server.model.script["go"] = "think END more</think>answer END rest"
         message = (await server.chat("go", stop=["END"], **THINKING)).json()["choices"][0]["message"]
@@ -350,7 +353,7 @@ async def test_18_stop_strings_do_not_count_in_reasoning_or_cut_tool_calls(serve
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-async def test_19_only_whole_characters_leave(serve: Callable, path: str) -> None:
+async def test_19_only_whole_characters_leave(serve: Callable[..., Any], path: str) -> None:
     async with serve() as server:
         text = "é 😀 中文"
         size = len(text.encode())
@@ -368,7 +371,7 @@ async def test_19_only_whole_characters_leave(serve: Callable, path: str) -> Non
             assert "\ufffd" not in "".join(parts)
 
 
-async def test_20_special_tokens_do_not_leak_into_answers(serve: Callable) -> None:
+async def test_20_special_tokens_do_not_leak_into_answers(serve: Callable[..., Any]) -> None:
     async with serve() as server:
         server.model.script["go"] = "a<｜User｜>b</think>c<think>d<｜begin▁of▁sentence｜>e｜DSML｜f"
         assert (await server.chat("go")).json()["choices"][0]["message"]["content"] == "abcdef"
@@ -377,7 +380,7 @@ async def test_20_special_tokens_do_not_leak_into_answers(serve: Callable) -> No
         assert message == {"role": "assistant", "content": "ab", "reasoning_content": "r1"}
 
 
-async def test_21_special_spellings_of_users_are_text(serve: Callable) -> None:
+async def test_21_special_spellings_of_users_are_text(serve: Callable[..., Any]) -> None:
     async with serve() as server:
         text = "x<｜User｜>y</think>z｜DSML｜<think>"
         assert (await server.chat(text)).json()["choices"][0]["message"]["content"] == text
@@ -389,7 +392,7 @@ async def test_21_special_spellings_of_users_are_text(serve: Callable) -> None:
 # --- tool calls and reasoning ---
 
 
-async def test_22_25_tool_calls_are_streamed_as_openai_does(serve: Callable) -> None:
+async def test_22_25_tool_calls_are_streamed_as_openai_does(serve: Callable[..., Any]) -> None:
     """The start mark comes byte by byte; name, id and type once; arguments are JSON in pieces."""
     async with serve() as server:
         server.model.script["go"] = "ok" + CALL.replace(
@@ -414,7 +417,7 @@ async def test_22_25_tool_calls_are_streamed_as_openai_does(serve: Callable) -> 
         ] * 2
 
 
-async def test_23_a_call_inside_open_reasoning_is_a_call(serve: Callable) -> None:
+async def test_23_a_call_inside_open_reasoning_is_a_call(serve: Callable[..., Any]) -> None:
     async with serve() as server:
         server.model.script["go"] = "let me see" + CALL
         choice = (await server.chat("go", tools=TOOLS, **THINKING)).json()["choices"][0]
@@ -423,14 +426,14 @@ async def test_23_a_call_inside_open_reasoning_is_a_call(serve: Callable) -> Non
         assert len(choice["message"]["tool_calls"]) == 1
 
 
-async def test_24_a_call_that_is_cut_off_ends_with_length(serve: Callable) -> None:
+async def test_24_a_call_that_is_cut_off_ends_with_length(serve: Callable[..., Any]) -> None:
     async with serve() as server:
         server.model.script["go"] = CALL
         choice = (await server.chat("go", tools=TOOLS, max_tokens=80)).json()["choices"][0]
         assert choice["finish_reason"] == "length"
 
 
-async def test_26_tool_choice_is_kept_or_refused(serve: Callable) -> None:
+async def test_26_tool_choice_is_kept_or_refused(serve: Callable[..., Any]) -> None:
     async with serve() as server:
         server.model.script["go"] = "ok" + CALL
         choice = (await server.chat("go", tools=TOOLS, tool_choice="none")).json()["choices"][0]
@@ -448,7 +451,7 @@ async def test_26_tool_choice_is_kept_or_refused(serve: Callable) -> None:
 
 
 @pytest.mark.parametrize("broken", ["<｜DSML｜tool_calls>\n<｜DSML｜garbage", "<｜DSML｜nonsense> then words"])
-async def test_27_a_call_that_cannot_be_read_is_given_as_text(serve: Callable, broken: str) -> None:
+async def test_27_a_call_that_cannot_be_read_is_given_as_text(serve: Callable[..., Any], broken: str) -> None:
     async with serve() as server:
         server.model.script["go"] = broken
         choice = (await server.chat("go", tools=TOOLS)).json()["choices"][0]
@@ -460,7 +463,9 @@ async def test_27_a_call_that_cannot_be_read_is_given_as_text(serve: Callable, b
 
 
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
-async def test_28_reasoning_goes_out_and_comes_back_and_tool_chats_hit_their_prefix(serve: Callable, name: str) -> None:
+async def test_28_reasoning_goes_out_and_comes_back_and_tool_chats_hit_their_prefix(
+    serve: Callable[..., Any], name: str
+) -> None:
     async with serve() as server:
         server.model.script["go"] = "hm</think>ok" + CALL
         body = chat_body("go", tools=TOOLS, **THINKING)
@@ -475,7 +480,7 @@ async def test_28_reasoning_goes_out_and_comes_back_and_tool_chats_hit_their_pre
         assert cached(reply) >= spent - 1
 
 
-async def test_28_tokens_of_reasoning_are_counted_as_they_were_drawn(serve: Callable) -> None:
+async def test_28_tokens_of_reasoning_are_counted_as_they_were_drawn(serve: Callable[..., Any]) -> None:
     """Not as the text would be tokenised: the first word is one token here."""
     async with serve() as server:
         server.model.script["go"] = "hello</think>hello!"
@@ -486,7 +491,7 @@ async def test_28_tokens_of_reasoning_are_counted_as_they_were_drawn(serve: Call
         assert "completion_tokens_details" not in usage
 
 
-async def test_29_json_after_reasoning_is_content(serve: Callable) -> None:
+async def test_29_json_after_reasoning_is_content(serve: Callable[..., Any]) -> None:
     async with serve() as server:
         server.model.script["go"] = 'hm</think>{"a": 1}'
         message = (await server.chat("go", **THINKING)).json()["choices"][0]["message"]
@@ -495,9 +500,9 @@ async def test_29_json_after_reasoning_is_content(serve: Callable) -> None:
         assert (reply.status, reply.error["param"]) == (400, "response_format")
 
 
-async def test_30_a_conversation_that_ends_with_an_answer_is_gone_on_with_when_asked(serve: Callable) -> None:
+async def test_30_a_conversation_that_ends_with_an_answer_is_gone_on_with_when_asked(serve: Callable[..., Any]) -> None:
     async with serve() as server:
-        said = {"role": "assistant", "content": "ab"}
+        said: dict[str, Any] = {"role": "assistant", "content": "ab"}
         messages = [{"role": "user", "content": "abcdef"}, said]
         reply = await server.ask("POST", "/v1/chat/completions", chat_body("", messages=messages))
         assert (reply.status, reply.error["param"]) == (400, "messages")
@@ -509,7 +514,7 @@ async def test_30_a_conversation_that_ends_with_an_answer_is_gone_on_with_when_a
 # --- usage, log-probabilities, limits ---
 
 
-async def test_31_usage_stands_on_a_last_chunk_without_choices(serve: Callable) -> None:
+async def test_31_usage_stands_on_a_last_chunk_without_choices(serve: Callable[..., Any]) -> None:
     async with serve() as server:
         for path, body in (
             ("/v1/chat/completions", chat_body("four")),
@@ -521,7 +526,7 @@ async def test_31_usage_stands_on_a_last_chunk_without_choices(serve: Callable) 
             assert all(chunk["usage"] is None for chunk in chunks[:-2])
 
 
-async def test_32_cached_tokens_are_those_that_were_not_evaluated(serve: Callable) -> None:
+async def test_32_cached_tokens_are_those_that_were_not_evaluated(serve: Callable[..., Any]) -> None:
     async with serve() as server:
         first = await server.chat(LONG)
         assert cached(first) == 0
@@ -537,7 +542,7 @@ async def test_32_cached_tokens_are_those_that_were_not_evaluated(serve: Callabl
         assert usage["prompt_tokens"] - cached(second) == evaluated < 20
 
 
-async def test_33_log_probabilities_have_their_shape(serve: Callable) -> None:
+async def test_33_log_probabilities_have_their_shape(serve: Callable[..., Any]) -> None:
     async with serve() as server:
         server.model.script["go"] = "hé" + "x</y"
         for stream in (False, True):
@@ -570,7 +575,7 @@ async def test_33_log_probabilities_have_their_shape(serve: Callable) -> None:
         assert text_of(call) == "hé" + "x</y"
 
 
-async def test_33_several_choices_are_drawn_apart_and_their_prompt_is_counted_once(serve: Callable) -> None:
+async def test_33_several_choices_are_drawn_apart_and_their_prompt_is_counted_once(serve: Callable[..., Any]) -> None:
     async with serve(sessions=2) as server:
         body = chat_body("abc", n=3, seed=4, temperature=1)
         reply = (await server.ask("POST", "/v1/chat/completions", body)).json()
@@ -590,7 +595,7 @@ async def test_33_several_choices_are_drawn_apart_and_their_prompt_is_counted_on
         assert reply.json()["usage"]["prompt_tokens"] == 3 + 2
 
 
-async def test_37_several_choices_are_admitted_together_or_not_at_all(serve: Callable) -> None:
+async def test_37_several_choices_are_admitted_together_or_not_at_all(serve: Callable[..., Any]) -> None:
     async with serve(sessions=1, limits=ServingLimits(max_waiting=1)) as server:
         assert (await server.chat("abc", n=3)).status == 429
         assert (server.engine.line.running, server.engine.line.waiting) == (0, 0)
@@ -598,13 +603,13 @@ async def test_37_several_choices_are_admitted_together_or_not_at_all(serve: Cal
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
-async def test_34_the_length_of_an_answer_goes_by_either_name(serve: Callable, name: str) -> None:
+async def test_34_the_length_of_an_answer_goes_by_either_name(serve: Callable[..., Any], name: str) -> None:
     async with serve() as server:
         choice = (await server.chat("abcdef", **{name: 3})).json()["choices"][0]
         assert (choice["message"]["content"], choice["finish_reason"]) == ("abc", "length")
 
 
-async def test_35_what_does_not_fit_is_refused_with_both_numbers(serve: Callable) -> None:
+async def test_35_what_does_not_fit_is_refused_with_both_numbers(serve: Callable[..., Any]) -> None:
     async with serve(n_ctx=256) as server:
         for body in (chat_body("x" * 300), chat_body("x" * 200, max_tokens=100)):
             reply = await server.ask("POST", "/v1/chat/completions", body)
@@ -617,7 +622,7 @@ async def test_35_what_does_not_fit_is_refused_with_both_numbers(serve: Callable
         assert (await server.chat("x" * 200)).status == 200
 
 
-async def test_36_what_load_clients_send_is_honoured_and_the_unknown_is_ignored(serve: Callable) -> None:
+async def test_36_what_load_clients_send_is_honoured_and_the_unknown_is_ignored(serve: Callable[..., Any]) -> None:
     async with serve() as server:
         reply = await server.chat("ab", ignore_eos=True, max_tokens=9, unheard_of={"x": 1}, user="me", store=False)
         assert reply.json()["usage"]["completion_tokens"] == 9
@@ -658,7 +663,9 @@ async def test_36_what_load_clients_send_is_honoured_and_the_unknown_is_ignored(
         ({"min_tokens": 9, "max_tokens": 3}, "min_tokens"),
     ],
 )
-async def test_36_a_wrong_value_is_refused_by_name(serve: Callable, fields: dict[str, Any], param: str) -> None:
+async def test_36_a_wrong_value_is_refused_by_name(
+    serve: Callable[..., Any], fields: dict[str, Any], param: str
+) -> None:
     async with serve() as server:
         reply = await server.chat("hi", **fields)
         assert (reply.status, reply.error["param"]) == (400, param)
@@ -668,7 +675,7 @@ async def test_36_a_wrong_value_is_refused_by_name(serve: Callable, fields: dict
 # --- queue and cache ---
 
 
-async def test_37_a_full_line_refuses_at_once_and_says_when_to_come_again(serve: Callable) -> None:
+async def test_37_a_full_line_refuses_at_once_and_says_when_to_come_again(serve: Callable[..., Any]) -> None:
     async with serve(sessions=1, limits=ServingLimits(max_waiting=1)) as server, trio.open_nursery() as nursery:
         server.model.hold()
         nursery.start_soon(server.chat, "first")
@@ -684,7 +691,7 @@ async def test_37_a_full_line_refuses_at_once_and_says_when_to_come_again(serve:
         server.model.release()
 
 
-async def test_37_the_line_is_bounded_by_tokens_too(serve: Callable) -> None:
+async def test_37_the_line_is_bounded_by_tokens_too(serve: Callable[..., Any]) -> None:
     limits = ServingLimits(max_waiting=9, max_waiting_tokens=100)
     async with serve(sessions=1, limits=limits) as server, trio.open_nursery() as nursery:
         server.model.hold()
@@ -700,7 +707,7 @@ async def test_37_the_line_is_bounded_by_tokens_too(serve: Callable) -> None:
         server.model.release()
 
 
-async def test_38_running_answers_go_on_while_a_long_prompt_is_evaluated(serve: Callable) -> None:
+async def test_38_running_answers_go_on_while_a_long_prompt_is_evaluated(serve: Callable[..., Any]) -> None:
     async with serve() as server:
         server.model.script["go"] = 400 * "a"
         server.model.hold(after=3)
@@ -718,7 +725,7 @@ async def test_38_running_answers_go_on_while_a_long_prompt_is_evaluated(serve: 
         await connection.aclose()
 
 
-async def test_39_a_second_turn_hits_and_a_miss_says_why(serve: Callable) -> None:
+async def test_39_a_second_turn_hits_and_a_miss_says_why(serve: Callable[..., Any]) -> None:
     async with serve() as server:
         sessions = server.engine.sessions
         history = [{"role": "system", "content": "It is 10:00."}, {"role": "user", "content": "hi"}]
@@ -732,7 +739,7 @@ async def test_39_a_second_turn_hits_and_a_miss_says_why(serve: Callable) -> Non
         assert dict(sessions.misses) == {"new": 1, "diverged": 1}
 
 
-async def test_39_a_lost_state_is_a_miss_of_its_own(serve: Callable) -> None:
+async def test_39_a_lost_state_is_a_miss_of_its_own(serve: Callable[..., Any]) -> None:
     async with serve() as server:
         await server.chat("hi")
         turn = [
@@ -748,7 +755,7 @@ async def test_39_a_lost_state_is_a_miss_of_its_own(serve: Callable) -> None:
         assert cached(reply) == 0
 
 
-async def test_40_no_conversation_sees_the_state_of_another(serve: Callable) -> None:
+async def test_40_no_conversation_sees_the_state_of_another(serve: Callable[..., Any]) -> None:
     """Two conversations take turns on one slot: every history that tokens were drawn from is the conversation's own."""
     async with serve(sessions=1) as server:
         talks: dict[str, list[dict[str, str]]] = {"a": [], "b": []}
@@ -762,7 +769,7 @@ async def test_40_no_conversation_sees_the_state_of_another(serve: Callable) -> 
                 assert other not in bytes(token for token in server.model.seen[-1] if token < 256)
 
 
-async def test_41_the_model_is_described(serve: Callable) -> None:
+async def test_41_the_model_is_described(serve: Callable[..., Any]) -> None:
     async with serve(n_ctx=512) as server, server.client() as client:
         (model,) = [model async for model in client.models.list()]
         assert (model.id, model.owned_by, model.model_extra["context_length"]) == ("m", "dgr", 512)
@@ -773,7 +780,7 @@ async def test_41_the_model_is_described(serve: Callable) -> None:
         assert (reply.status, reply.error["code"]) == (404, "model_not_found")
 
 
-async def test_42_the_metrics_have_the_names_of_others_dashboards(serve: Callable) -> None:
+async def test_42_the_metrics_have_the_names_of_others_dashboards(serve: Callable[..., Any]) -> None:
     async with serve() as server:
         await server.chat("hello")
         text = (await server.ask("GET", "/metrics")).body.decode()

@@ -16,9 +16,9 @@ import openai
 import pytest
 import trio
 import trustme
-from chat_model import open_chat_model, vocabulary
 from cryptography.hazmat.primitives import serialization
-from http_servers import Stream, chat_body
+from serving.http.chat_model import open_chat_model, vocabulary
+from serving.http.http_servers import Stream, chat_body
 
 from dgr.errors import InputError, RequestTimedOut
 from dgr.serving.api.prompts import Thinking
@@ -36,7 +36,7 @@ KEY, OTHER = "0123456789abcdef", "fedcba9876543210"
 # --- keys and reach ---
 
 
-async def test_a_server_with_keys_answers_nobody_else(serve: Callable) -> None:
+async def test_a_server_with_keys_answers_nobody_else(serve: Callable[..., Any]) -> None:
     async with serve(keys=ApiKeys([OTHER, KEY])) as server:
         for headers in (
             {},
@@ -126,7 +126,7 @@ def test_a_port_that_is_taken_is_an_input_error() -> None:
     ],
 )
 async def test_without_keys_pages_of_other_sites_are_not_answered(
-    serve: Callable, headers: dict[str, str], status: int
+    serve: Callable[..., Any], headers: dict[str, str], status: int
 ) -> None:
     async with serve(local_only=True) as server:
         reply = await server.ask("POST", "/v1/chat/completions", chat_body("hi"), **headers)
@@ -136,7 +136,7 @@ async def test_without_keys_pages_of_other_sites_are_not_answered(
 # --- what clients may send ---
 
 
-async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(serve: Callable) -> None:
+async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(serve: Callable[..., Any]) -> None:
     async with serve(n_ctx=256) as server:
         text = "x" * 100_000
         for path, body in (("/v1/chat/completions", chat_body(text)), ("/v1/completions", {"prompt": text})):
@@ -145,13 +145,13 @@ async def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenised(serve: C
             assert "at least" in reply.error["message"]
 
 
-async def test_long_requests_are_read_beside_the_others(serve: Callable) -> None:
+async def test_long_requests_are_read_beside_the_others(serve: Callable[..., Any]) -> None:
     async with serve(n_ctx=131072) as server:
         reply = await server.chat("x" * 3000, messages=[{"role": "user", "content": "hi"}], padding="y" * 100_000)
         assert reply.json()["choices"][0]["message"]["content"] == "hi"
 
 
-async def test_a_body_has_a_limit(serve: Callable) -> None:
+async def test_a_body_has_a_limit(serve: Callable[..., Any]) -> None:
     options = ServerOptions(model="m", thinking=Thinking.OFF, max_body=2000)
     async with serve(options=options) as server:
         assert (await server.chat("x" * 1000)).status == 200
@@ -168,7 +168,9 @@ async def test_a_body_has_a_limit(serve: Callable) -> None:
         await stream.aclose()
 
 
-async def test_a_body_that_does_not_come_is_given_up(serve: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_body_that_does_not_come_is_given_up(
+    serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("dgr.serving.http.streams._BODY", 0.05)
     async with serve() as server:
         stream = await server.connect()
@@ -183,7 +185,7 @@ async def test_a_body_that_does_not_come_is_given_up(serve: Callable, monkeypatc
     + [b'{"messages": ' + each + b"}" for each in (b"{}", b"[1]", b"[[]]", b'[{"role": "nobody", "content": "x"}]')]
     + [b'{"messages": [{"role": "user"}]}', b'{"messages": [{"role": "user", "content": 1}]}', b'{"seed": 1e999}'],
 )  # fmt: skip
-async def test_what_is_no_request_is_a_400_in_openais_shape(serve: Callable, body: bytes) -> None:
+async def test_what_is_no_request_is_a_400_in_openais_shape(serve: Callable[..., Any], body: bytes) -> None:
     async with serve() as server:
         for path in ("/v1/chat/completions", "/v1/completions"):
             reply = await server.ask("POST", path, body)
@@ -193,13 +195,13 @@ async def test_what_is_no_request_is_a_400_in_openais_shape(serve: Callable, bod
 
 
 @pytest.mark.parametrize("prompt", ["[]", "[[]]", '[1, "x"]', "[true]", "[-1]", "[99999]", "[[1], 2]", "{}", "null"])
-async def test_a_prompt_that_is_none_is_a_400(serve: Callable, prompt: str) -> None:
+async def test_a_prompt_that_is_none_is_a_400(serve: Callable[..., Any], prompt: str) -> None:
     async with serve() as server:
         reply = await server.ask("POST", "/v1/completions", {"prompt": json.loads(prompt), "max_tokens": 1})
         assert reply.status == 400
 
 
-async def test_paths_and_methods_that_are_not_there_are_told_in_openais_shape(serve: Callable) -> None:
+async def test_paths_and_methods_that_are_not_there_are_told_in_openais_shape(serve: Callable[..., Any]) -> None:
     async with serve() as server:
         reply = await server.ask("GET", "/v1/nothing")
         assert (reply.status, reply.error["code"]) == (404, "not_found")
@@ -210,7 +212,7 @@ async def test_paths_and_methods_that_are_not_there_are_told_in_openais_shape(se
 @pytest.mark.parametrize(
     "garbage", [b"\x00\x01\x02\r\n\r\n", b"GET / HTTP/9\r\n\r\n", b"GET /" + b"x" * 100_000, b"\x16\x03\x01"]
 )
-async def test_what_is_not_http_ends_its_own_connection_only(serve: Callable, garbage: bytes) -> None:
+async def test_what_is_not_http_ends_its_own_connection_only(serve: Callable[..., Any], garbage: bytes) -> None:
     async with serve() as server:
         stream = await server.connect()
         await stream.sock.send_all(garbage)
@@ -222,7 +224,9 @@ async def test_what_is_not_http_ends_its_own_connection_only(serve: Callable, ga
         assert (await server.chat("still there")).status == 200
 
 
-async def test_a_fault_of_our_own_ends_one_request_with_a_500(serve: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_fault_of_our_own_ends_one_request_with_a_500(
+    serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with serve() as server:
         monkeypatch.setattr(type(server.engine), "_check", lambda *_: 1 / 0)
         reply = await server.chat("hi")
@@ -232,7 +236,7 @@ async def test_a_fault_of_our_own_ends_one_request_with_a_500(serve: Callable, m
         assert server.engine.line.running == 0
 
 
-async def test_several_requests_go_over_one_connection(serve: Callable) -> None:
+async def test_several_requests_go_over_one_connection(serve: Callable[..., Any]) -> None:
     async with serve() as server:
         stream = await server.connect()
         for text in ("one", "two", "three"):
@@ -242,7 +246,7 @@ async def test_several_requests_go_over_one_connection(serve: Callable) -> None:
         await stream.aclose()
 
 
-async def test_http_2_is_not_spoken(serve: Callable) -> None:
+async def test_http_2_is_not_spoken(serve: Callable[..., Any]) -> None:
     """A client that never opens its window would hold its answer, and the server's end, and TCP would not notice."""
     async with serve() as server:
         stream = await server.connect()
@@ -259,7 +263,7 @@ async def test_http_2_is_not_spoken(serve: Callable) -> None:
 # --- clients that do not read, and the end ---
 
 
-async def test_a_client_that_does_not_read_is_given_up(serve: Callable) -> None:
+async def test_a_client_that_does_not_read_is_given_up(serve: Callable[..., Any]) -> None:
     """Its answer is larger than all buffers; without TCP_USER_TIMEOUT it would hold its slot for ever."""
     policy = HttpPolicy(grace=0, client_timeout=0.3)
     async with serve(sessions=1, policy=policy) as server:
@@ -291,7 +295,7 @@ async def _never(_: object) -> None:
     await trio.sleep_forever()
 
 
-async def test_the_end_lets_answers_end_and_admits_nobody(serve: Callable) -> None:
+async def test_the_end_lets_answers_end_and_admits_nobody(serve: Callable[..., Any]) -> None:
     async with serve(policy=HttpPolicy(grace=20)) as server:
         server.model.hold(after=4)
         stream = await server.stream(chat_body("some words", stream=True))
@@ -313,7 +317,7 @@ async def test_the_end_lets_answers_end_and_admits_nobody(serve: Callable) -> No
         await server.ended.wait()
 
 
-async def test_answers_that_take_longer_than_the_grace_are_told(serve: Callable) -> None:
+async def test_answers_that_take_longer_than_the_grace_are_told(serve: Callable[..., Any]) -> None:
     async with serve(policy=HttpPolicy(grace=0)) as server:
         server.model.hold(after=4)
         stream = await server.stream(chat_body("some words", stream=True))
@@ -353,7 +357,12 @@ async def test_cancelled_a_server_ends_its_answers_at_once_and_in_order() -> Non
 
 
 async def _run_in_scope(
-    app: Any, engine: ServingEngine, sockets: list[socket.socket], policy: HttpPolicy, *, task_status: trio.TaskStatus
+    app: Any,
+    engine: ServingEngine,
+    sockets: list[socket.socket],
+    policy: HttpPolicy,
+    *,
+    task_status: trio.TaskStatus[trio.CancelScope],
 ) -> None:
     with trio.CancelScope() as scope:
         async with trio.open_nursery() as nursery:
@@ -361,7 +370,7 @@ async def _run_in_scope(
             task_status.started(scope)
 
 
-async def test_without_a_route_requests_are_told_to_come_again(serve: Callable) -> None:
+async def test_without_a_route_requests_are_told_to_come_again(serve: Callable[..., Any]) -> None:
     async with serve() as server:
         server.model.offline.cluster.stop("stage-1")
         await until(lambda: not server.engine.is_ready)
@@ -371,7 +380,7 @@ async def test_without_a_route_requests_are_told_to_come_again(serve: Callable) 
         assert (await server.ask("GET", "/ready")).status == 503
 
 
-async def test_an_answer_under_way_outlives_a_lost_stage(serve: Callable) -> None:
+async def test_an_answer_under_way_outlives_a_lost_stage(serve: Callable[..., Any]) -> None:
     async with serve() as server:
         server.model.hold(after=6)
         stream = await server.stream(chat_body("some words", stream=True))
@@ -396,7 +405,7 @@ def test_idle_connections_are_kept_longer_than_proxies_keep_theirs() -> None:
 # --- TLS ---
 
 
-async def test_tls_files_make_it_https(serve: Callable, tmp_path: Path) -> None:
+async def test_tls_files_make_it_https(serve: Callable[..., Any], tmp_path: Path) -> None:
     ca = trustme.CA()
     issued = ca.issue_cert("127.0.0.1")
     certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
@@ -416,7 +425,7 @@ async def test_tls_files_make_it_https(serve: Callable, tmp_path: Path) -> None:
 
 
 async def test_a_tls_key_with_a_pass_phrase_is_refused_and_nobody_is_asked_for_it(
-    serve: Callable, tmp_path: Path
+    serve: Callable[..., Any], tmp_path: Path
 ) -> None:
     issued = trustme.CA().issue_cert("127.0.0.1")
     certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
@@ -431,7 +440,7 @@ async def test_a_tls_key_with_a_pass_phrase_is_refused_and_nobody_is_asked_for_i
             pytest.fail("it served")
 
 
-async def test_tls_files_that_cannot_be_used_are_refused(serve: Callable, tmp_path: Path) -> None:
+async def test_tls_files_that_cannot_be_used_are_refused(serve: Callable[..., Any], tmp_path: Path) -> None:
     wrong = tmp_path / "wrong.pem"
     wrong.write_text("no PEM")
     wrong.chmod(0o600)
@@ -443,7 +452,7 @@ async def test_tls_files_that_cannot_be_used_are_refused(serve: Callable, tmp_pa
 # --- the page ---
 
 
-async def test_the_page_is_one_document_whose_parts_its_policy_allows(serve: Callable) -> None:
+async def test_the_page_is_one_document_whose_parts_its_policy_allows(serve: Callable[..., Any]) -> None:
     async with serve() as server:
         reply = await server.ask("GET", "/")
         assert reply.headers["content-type"].startswith("text/html")

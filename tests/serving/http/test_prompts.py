@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 from attrs import frozen
-from chat_model import ASSISTANT, BOS, TOKENS, USER, vocabulary
 from deepseek_recipe import (
     ChatCompletionRequest,
     ConversionOptions,
@@ -24,6 +23,7 @@ from deepseek_recipe import (
 )
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from serving.http.chat_model import ASSISTANT, BOS, TOKENS, USER, vocabulary
 
 from dgr.artifact.artifact import Artifact
 from dgr.engine.vocab import LlamaVocabulary

@@ -16,6 +16,7 @@ from typing import Any
 import openai
 import pytest
 import trio
+from narrow import present
 
 import dgr
 from dgr.cli import main
@@ -51,7 +52,9 @@ def refusal(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
         (("--model", "x.gguf", "--mtp"), "multi-token prediction"),
     ],
 )
-def test_what_cannot_be_served_is_refused(refusal: Callable, arguments: tuple[str, ...], message: str) -> None:
+def test_what_cannot_be_served_is_refused(
+    refusal: Callable[..., Any], arguments: tuple[str, ...], message: str
+) -> None:
     assert message in refusal("--listen", "127.0.0.1:0", *arguments)
 
 
@@ -66,12 +69,14 @@ def test_what_cannot_be_served_is_refused(refusal: Callable, arguments: tuple[st
     ],
 )
 def test_options_that_cannot_be_are_refused_with_a_model_too(
-    refusal: Callable, small: Path, arguments: tuple[str, ...], message: str
+    refusal: Callable[..., Any], small: Path, arguments: tuple[str, ...], message: str
 ) -> None:
     assert message in refusal("--listen", "127.0.0.1:0", "--model", small, *CONTEXT, *arguments)
 
 
-def test_without_the_extra_it_says_what_to_install(refusal: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_extra_it_says_what_to_install(
+    refusal: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("dgr.cli.serve._lacks", lambda name: name == "starlette")
     assert "needs starlette: install dgr with its extra `http`" in refusal("--model", "x.gguf")
 
@@ -125,10 +130,10 @@ def undisturbed(model: Path) -> list[int]:
         with dgr.LlamaVocabulary(artifact) as llama:
             words = ServingVocabulary.of_model(llama, artifact)
             names = ("<｜begin▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "</think>")  # noqa: RUF001
-            bos, user, assistant, unthink = (words.special(name) for name in names)
+            bos, user, assistant, unthink = (present(words.special(name)) for name in names)
             prompt = [bos, user, *words.encode(QUESTION), assistant, unthink]
         async with dgr.open_pipeline(model, context=context) as pipeline, pipeline.session() as session:
-            return [token.id async for token in session.generate(prompt, max_tokens=16, stop=(words.eos,))]
+            return [token.id async for token in session.generate(prompt, max_tokens=16, stop=(present(words.eos),))]
 
     return trio.run(run)
 
@@ -142,7 +147,7 @@ def test_a_split_model_behind_http_gives_the_whole_models_answer(small: Path) ->
         assert line["model"] == "tiny"
         assert [stage["layers"] for stage in line["stages"]] == ["0:3", "3:7"]
         client = openai.OpenAI(base_url=f"{line['url']}/v1", api_key="none", max_retries=0, timeout=30)
-        asked = {"model": "tiny", "max_tokens": 16, "temperature": 0}
+        asked: dict[str, Any] = {"model": "tiny", "max_tokens": 16, "temperature": 0}
         messages: list[Any] = [{"role": "user", "content": QUESTION}]
         whole = client.chat.completions.create(messages=messages, **asked)
         streamed = client.chat.completions.create(messages=messages, stream=True, **asked)

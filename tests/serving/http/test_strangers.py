@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 import pytest
-from chat_model import TOKENS, spelled, vocabulary
 from deepseek_recipe import Tokenizer
+from serving.http.chat_model import TOKENS, spelled, vocabulary
 
 from dgr.client.generation import GeneratedToken
 from dgr.errors import DgrError
