@@ -4,7 +4,7 @@
 # make test-fuzz:  thousands of damaged inputs, seeded
 # make test-llama-bench: what runs upstream's llama-bench, which it builds on demand
 # make test-kernel-builds: exact numerics on builds for other instruction sets, which it makes on demand
-# make lint      ruff, mypy, import-linter
+# make lint      ruff, mypy, import-linter, clang-format
 # make build     the virtual environment with dgr in it, editable; C++ changes rebuild
 # make ctest     the C++ tests, built on their own out of tree
 #
@@ -66,6 +66,7 @@ lint: build
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/clang-format --dry-run -Werror $(filter-out cffi_build/stable_abi/%,$(wildcard cffi_build/*.cpp cffi_build/*.h cffi_build/ctest/*.cpp cffi_build/ctest/*.h cffi_build/ctest/*/*.cpp))
 
 build: $(VENV)/.stamp-dgr
 

@@ -15,20 +15,23 @@ constexpr uint64_t MAX_LAYERS  = 512;  // LLAMA_MAX_LAYERS
 constexpr uint64_t MAX_EXPERTS = 1024; // LLAMA_MAX_EXPERTS
 constexpr uint64_t ANY         = UINT32_MAX;
 
-struct free_gguf { void operator()(gguf_context * g) const { gguf_free(g); } };
+struct free_gguf {
+    void operator()(gguf_context * g) const { gguf_free(g); }
+};
 
 class metadata {
 public:
-    explicit metadata(const char * path) : path(path) {
+    explicit metadata(const char * path)
+        : path(path) {
         const first_error why;
-        file.reset(gguf_init_from_file(path, { /*.no_alloc =*/ true, /*.ctx =*/ nullptr }));
+        file.reset(gguf_init_from_file(path, { /*.no_alloc =*/true, /*.ctx =*/nullptr }));
         if (!file) {
             fail(DGR_ERR_LOAD, "%s: not a readable GGUF file: %s", path, why.text("no reason given"));
         }
     }
 
     std::string architecture() const {
-        const int64_t id = gguf_find_key(file.get(), "general.architecture");
+        const int64_t id   = gguf_find_key(file.get(), "general.architecture");
         const bool is_text = id >= 0 && gguf_get_kv_type(file.get(), id) == GGUF_TYPE_STRING;
         return is_text ? gguf_get_val_str(file.get(), id) : "(none)";
     }
@@ -41,7 +44,7 @@ public:
         }
         if (gguf_get_kv_type(file.get(), id) == GGUF_TYPE_ARRAY) {
             const gguf_type type = gguf_get_arr_type(file.get(), id);
-            const size_t    n    = gguf_get_arr_n(file.get(), id);
+            const size_t n       = gguf_get_arr_n(file.get(), id);
             std::vector<uint64_t> values;
             if (type == GGUF_TYPE_INT32 || type == GGUF_TYPE_UINT32) {
                 const auto * data = (const uint32_t *) gguf_get_arr_data(file.get(), id);
@@ -50,13 +53,13 @@ public:
             return values;
         }
         switch (gguf_get_kv_type(file.get(), id)) {
-            case GGUF_TYPE_UINT8:  return { gguf_get_val_u8 (file.get(), id) };
+            case GGUF_TYPE_UINT8: return { gguf_get_val_u8(file.get(), id) };
             case GGUF_TYPE_UINT16: return { gguf_get_val_u16(file.get(), id) };
             case GGUF_TYPE_UINT32: return { gguf_get_val_u32(file.get(), id) };
-            case GGUF_TYPE_INT32:  return { (uint64_t) gguf_get_val_i32(file.get(), id) };
+            case GGUF_TYPE_INT32: return { (uint64_t) gguf_get_val_i32(file.get(), id) };
             case GGUF_TYPE_UINT64: return { gguf_get_val_u64(file.get(), id) };
-            case GGUF_TYPE_INT64:  return { (uint64_t) gguf_get_val_i64(file.get(), id) };
-            default:               return {};
+            case GGUF_TYPE_INT64: return { (uint64_t) gguf_get_val_i64(file.get(), id) };
+            default: return {};
         }
     }
 
@@ -89,9 +92,9 @@ private:
 };
 
 void check_layers(const metadata & meta, uint64_t n_layer_all) {
-    meta.within("block_count",          1, MAX_LAYERS);
+    meta.within("block_count", 1, MAX_LAYERS);
     meta.within("nextn_predict_layers", 0, n_layer_all - 1);
-    meta.within("hash_layer_count",     0, n_layer_all);
+    meta.within("hash_layer_count", 0, n_layer_all);
 
     const auto ratios = meta.integers("attention.compress_ratios");
     if (ratios.size() > MAX_LAYERS) {
@@ -100,8 +103,8 @@ void check_layers(const metadata & meta, uint64_t n_layer_all) {
     }
     for (size_t il = 0; il < ratios.size(); ++il) {
         if (ratios[il] != 0 && ratios[il] != 4 && ratios[il] != 128) {
-            fail(DGR_ERR_LOAD, "%s: attention.compress_ratios[%zu] is %lld, must be 0, 4 or 128",
-                meta.path.c_str(), il, (long long) ratios[il]);
+            fail(DGR_ERR_LOAD, "%s: attention.compress_ratios[%zu] is %lld, must be 0, 4 or 128", meta.path.c_str(), il,
+                (long long) ratios[il]);
         }
     }
 }
@@ -110,17 +113,18 @@ void check_attention(const metadata & meta) {
     const uint64_t head_dim    = meta.integer("attention.key_length", ANY);
     const uint64_t indexer_dim = meta.integer("attention.indexer.key_length", ANY);
 
-    meta.within("embedding_length",             1, ANY);
-    meta.within("attention.head_count",         1, ANY);
-    meta.within("attention.head_count_kv",      1, 1);
-    meta.within("attention.key_length",         1, ANY);
-    meta.within("attention.sliding_window",     1, ANY);
+    meta.within("embedding_length", 1, ANY);
+    meta.within("attention.head_count", 1, ANY);
+    meta.within("attention.head_count_kv", 1, 1);
+    meta.within("attention.key_length", 1, ANY);
+    meta.within("attention.sliding_window", 1, ANY);
     meta.within("attention.output_group_count", 1, ANY);
     meta.within("attention.indexer.head_count", 1, ANY);
     meta.within("attention.indexer.key_length", 1, ANY);
-    meta.within("attention.indexer.top_k",      1, ANY);
+    meta.within("attention.indexer.top_k", 1, ANY);
     meta.divisible("attention.indexer.key_length", 64, "the rotation block");
-    meta.divisible("attention.head_count", meta.integer("attention.output_group_count", 1), "attention.output_group_count");
+    meta.divisible(
+        "attention.head_count", meta.integer("attention.output_group_count", 1), "attention.output_group_count");
     meta.within("rope.dimension_count", 2, std::min(head_dim, indexer_dim));
     meta.divisible("rope.dimension_count", 2, "2");
     meta.within("hyper_connection.count", 4, 4);
@@ -129,8 +133,8 @@ void check_attention(const metadata & meta) {
 
 void check_experts(const metadata & meta) {
     const uint64_t n_expert = meta.integer("expert_count", 1);
-    meta.within("expert_count",       1, MAX_EXPERTS);
-    meta.within("expert_used_count",  1, n_expert);
+    meta.within("expert_count", 1, MAX_EXPERTS);
+    meta.within("expert_used_count", 1, n_expert);
     meta.within("expert_group_count", 0, n_expert - 1);
 
     const uint64_t n_group = meta.integer("expert_group_count", 0);

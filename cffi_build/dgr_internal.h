@@ -29,10 +29,12 @@ namespace dgr {
 
 struct error : std::runtime_error {
     dgr_status status;
-    error(dgr_status status, const std::string & what) : std::runtime_error(what), status(status) {}
+    error(dgr_status status, const std::string & what)
+        : std::runtime_error(what)
+        , status(status) {}
 };
 
-[[noreturn]] void fail  (dgr_status status, const char * fmt, ...) DGR_PRINTF(2, 3);
+[[noreturn]] void fail(dgr_status status, const char * fmt, ...) DGR_PRINTF(2, 3);
 [[noreturn]] void refuse(const char * fmt, ...) DGR_PRINTF(1, 2); // DGR_ERR_ARGUMENT
 
 // Refuses null pointers; `names` are those of the arguments.
@@ -78,14 +80,14 @@ class first_error {
 public:
     first_error();
     ~first_error();
-    first_error(const first_error &) = delete;
+    first_error(const first_error &)             = delete;
     first_error & operator=(const first_error &) = delete;
 
     const char * text(const char * fallback) const { return line.empty() ? fallback : line.c_str(); }
 
 private:
     friend struct log_sink;
-    std::string   line;
+    std::string line;
     first_error * outer;
 };
 
@@ -101,25 +103,31 @@ void check_metadata(const char * path, int32_t layer_begin, int32_t layer_end);
 // state
 //
 
-struct free_model   { void operator()(llama_model     * m) const { llama_model_free(m); } };
-struct free_context { void operator()(llama_context   * c) const { llama_free(c); } };
-struct free_batch   { void operator()(llama_batch_ext * b) const { llama_batch_ext_free(b); } };
+struct free_model {
+    void operator()(llama_model * m) const { llama_model_free(m); }
+};
+struct free_context {
+    void operator()(llama_context * c) const { llama_free(c); }
+};
+struct free_batch {
+    void operator()(llama_batch_ext * b) const { llama_batch_ext_free(b); }
+};
 
-using model_ptr   = std::unique_ptr<llama_model,     free_model>;
-using context_ptr = std::unique_ptr<llama_context,   free_context>;
+using model_ptr   = std::unique_ptr<llama_model, free_model>;
+using context_ptr = std::unique_ptr<llama_context, free_context>;
 using batch_ptr   = std::unique_ptr<llama_batch_ext, free_batch>;
 
 // Where the rows of one state component lie. Tensors are [row, rows, slots]; a ring has a second one, its scores.
 struct component {
     struct layer {
-        int32_t             il;
+        int32_t il;
         const ggml_tensor * rows;
         const ggml_tensor * scores = nullptr;
     };
 
-    uint32_t           ratio    = 1; // tokens behind one row; 0 for rings, which have no committed rows
-    uint32_t           capacity = 0; // rows per layer and slot
-    uint64_t           bytes    = 0;
+    uint32_t ratio    = 1; // tokens behind one row; 0 for rings, which have no committed rows
+    uint32_t capacity = 0; // rows per layer and slot
+    uint64_t bytes    = 0;
     std::vector<layer> layers;
 };
 
@@ -142,16 +150,16 @@ bool all_finite(const float * values, size_t n);
 } // namespace dgr
 
 struct dgr_stage {
-    dgr_stage_info   info = {};
-    bool             dry_run = false;
-    uint32_t         n_swa = 0;       // window of raw attention
-    uint32_t         output_rows = 0; // most rows of logits that one batch has asked for
-    dgr::model_ptr   model;
+    dgr_stage_info info  = {};
+    bool dry_run         = false;
+    uint32_t n_swa       = 0; // window of raw attention
+    uint32_t output_rows = 0; // most rows of logits that one batch has asked for
+    dgr::model_ptr model;
     dgr::context_ptr ctx;
-    dgr::batch_ptr   batch;           // kept: its buffer for the residual is large
-    dgr::components  components;
-    std::vector<bool> lost;           // slots that native code left in an unknown state
-    std::atomic<bool> aborted = {false};
+    dgr::batch_ptr batch; // kept: its buffer for the residual is large
+    dgr::components components;
+    std::vector<bool> lost; // slots that native code left in an unknown state
+    std::atomic<bool> aborted = { false };
 
     bool is_head() const { return info.layer_begin == 0; }
     bool is_tail() const { return info.layer_end == info.n_layer; }

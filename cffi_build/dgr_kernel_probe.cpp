@@ -27,14 +27,20 @@ float value(uint64_t stream, uint64_t i) {
     return (float) (z >> 40) * 0x1p-23f - 1.0f; // [-1, 1), exact
 }
 
-struct free_ggml    { void operator()(ggml_context        * c) const { ggml_free(c); } };
-struct free_backend { void operator()(ggml_backend        * b) const { ggml_backend_free(b); } };
-struct free_buffer  { void operator()(ggml_backend_buffer * b) const { ggml_backend_buffer_free(b); } };
+struct free_ggml {
+    void operator()(ggml_context * c) const { ggml_free(c); }
+};
+struct free_backend {
+    void operator()(ggml_backend * b) const { ggml_backend_free(b); }
+};
+struct free_buffer {
+    void operator()(ggml_backend_buffer * b) const { ggml_backend_buffer_free(b); }
+};
 
 class probe {
 public:
     probe() {
-        ctx.reset(ggml_init({ 1024 * ggml_tensor_overhead() + ggml_graph_overhead(), nullptr, /*.no_alloc =*/ true }));
+        ctx.reset(ggml_init({ 1024 * ggml_tensor_overhead() + ggml_graph_overhead(), nullptr, /*.no_alloc =*/true }));
         backend.reset(ggml_backend_cpu_init());
         if (!ctx || !backend) {
             throw std::bad_alloc();
@@ -47,7 +53,8 @@ public:
     }
 
     XXH128_hash_t run() {
-        const std::unique_ptr<ggml_backend_buffer, free_buffer> buffer(ggml_backend_alloc_ctx_tensors(ctx.get(), backend.get()));
+        const std::unique_ptr<ggml_backend_buffer, free_buffer> buffer(
+            ggml_backend_alloc_ctx_tensors(ctx.get(), backend.get()));
         if (!buffer) {
             throw std::bad_alloc();
         }
@@ -62,7 +69,8 @@ public:
             fail(DGR_ERR_INTERNAL, "the probe graph did not run");
         }
 
-        const std::unique_ptr<XXH3_state_t, XXH_errorcode (*)(XXH3_state_t *)> state(XXH3_createState(), XXH3_freeState);
+        const std::unique_ptr<XXH3_state_t, XXH_errorcode (*)(XXH3_state_t *)> state(
+            XXH3_createState(), XXH3_freeState);
         if (!state) {
             throw std::bad_alloc();
         }
@@ -87,7 +95,7 @@ private:
     void matmuls() {
         const int64_t n_out = 41;
         for (const ggml_type type : { GGML_TYPE_F32, GGML_TYPE_F16, GGML_TYPE_BF16, GGML_TYPE_Q8_0, GGML_TYPE_MXFP4,
-                                      GGML_TYPE_Q4_K, GGML_TYPE_Q2_K, GGML_TYPE_Q6_K, GGML_TYPE_IQ2_XXS, GGML_TYPE_Q4_0 }) {
+                 GGML_TYPE_Q4_K, GGML_TYPE_Q2_K, GGML_TYPE_Q6_K, GGML_TYPE_IQ2_XXS, GGML_TYPE_Q4_0 }) {
             const int64_t n_in    = ggml_blck_size(type) == 1 ? 523 : 512;
             ggml_tensor * weights = input(type, n_in, n_out);
             for (const int64_t n_rows : { 1, 2, 3, 5, 8, 17, 64 }) {
@@ -104,19 +112,19 @@ private:
 
     void elementwise() {
         ggml_tensor * rows = input(GGML_TYPE_F32, 257, 5);
-        outputs.push_back(ggml_rms_norm (ctx.get(), rows, 1e-6f));
-        outputs.push_back(ggml_soft_max (ctx.get(), rows));
-        outputs.push_back(ggml_silu     (ctx.get(), rows));
-        outputs.push_back(ggml_exp      (ctx.get(), rows));
-        outputs.push_back(ggml_sigmoid  (ctx.get(), rows));
-        outputs.push_back(ggml_softplus (ctx.get(), rows));
+        outputs.push_back(ggml_rms_norm(ctx.get(), rows, 1e-6f));
+        outputs.push_back(ggml_soft_max(ctx.get(), rows));
+        outputs.push_back(ggml_silu(ctx.get(), rows));
+        outputs.push_back(ggml_exp(ctx.get(), rows));
+        outputs.push_back(ggml_sigmoid(ctx.get(), rows));
+        outputs.push_back(ggml_softplus(ctx.get(), rows));
 
-        const int n_dims = 64;
+        const int n_dims        = 64;
         ggml_tensor * heads     = input(GGML_TYPE_F32, n_dims, 4, 5);
         ggml_tensor * positions = input(GGML_TYPE_I32, 5);
         outputs.push_back(ggml_rope_ext(ctx.get(), heads, positions, nullptr, n_dims, GGML_ROPE_TYPE_NEOX,
-            /*n_ctx_orig =*/ 65536, /*freq_base =*/ 160000.0f, /*freq_scale =*/ 1.0f/16, /*ext_factor =*/ 1.0f,
-            /*attn_factor =*/ 1.0f, /*beta_fast =*/ 32.0f, /*beta_slow =*/ 1.0f));
+            /*n_ctx_orig =*/65536, /*freq_base =*/160000.0f, /*freq_scale =*/1.0f / 16, /*ext_factor =*/1.0f,
+            /*attn_factor =*/1.0f, /*beta_fast =*/32.0f, /*beta_slow =*/1.0f));
     }
 
     // More heads than one group, more cells than one block and not a multiple of it, some of them masked; one query and many.
@@ -161,12 +169,13 @@ private:
                 data[i] = i % ggml_type_size(tensor->type) < 2 ? 0x18 : (uint8_t) (int) (values[i] * 128.0f);
             }
         } else {
-            ggml_quantize_chunk(tensor->type, values.data(), data.data(), 0, ggml_nrows(tensor), tensor->ne[0], nullptr);
+            ggml_quantize_chunk(
+                tensor->type, values.data(), data.data(), 0, ggml_nrows(tensor), tensor->ne[0], nullptr);
         }
         ggml_backend_tensor_set(tensor, data.data(), 0, data.size());
     }
 
-    std::unique_ptr<ggml_context, free_ggml>    ctx;
+    std::unique_ptr<ggml_context, free_ggml> ctx;
     std::unique_ptr<ggml_backend, free_backend> backend;
     std::vector<ggml_tensor *> inputs;
     std::vector<ggml_tensor *> masks;

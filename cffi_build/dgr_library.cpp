@@ -19,12 +19,12 @@
 // A failed assertion forks a debugger for a backtrace where one is installed. ggml reads the variable while its own
 // static objects are made, so this runs before them.
 __attribute__((constructor(101))) static void no_backtrace() {
-    setenv("GGML_NO_BACKTRACE", "1", /*overwrite =*/ 0);
+    setenv("GGML_NO_BACKTRACE", "1", /*overwrite =*/0);
 }
 
 namespace dgr {
 
-static thread_local std::string   last_error;
+static thread_local std::string last_error;
 static thread_local first_error * innermost = nullptr;
 
 static std::string vformat(const char * fmt, va_list args) {
@@ -63,15 +63,20 @@ int32_t record(dgr_status status, const char * what) noexcept {
     return status;
 }
 
-first_error::first_error() : outer(innermost) { innermost = this; }
-first_error::~first_error()                   { innermost = outer; }
+first_error::first_error()
+    : outer(innermost) {
+    innermost = this;
+}
+first_error::~first_error() {
+    innermost = outer;
+}
 
 // llama.cpp logs in pieces (a level, then continuations); callers get whole lines.
 struct log_sink {
     static std::atomic<void (*)(int32_t, const char *)> on_line;
 
     static void write(ggml_log_level level, const char * text, void *) {
-        static thread_local std::string    pending;
+        static thread_local std::string pending;
         static thread_local ggml_log_level pending_level = GGML_LOG_LEVEL_INFO;
 
         try {
@@ -105,7 +110,7 @@ struct log_sink {
     }
 };
 
-std::atomic<void (*)(int32_t, const char *)> log_sink::on_line{nullptr};
+std::atomic<void (*)(int32_t, const char *)> log_sink::on_line{ nullptr };
 
 void library_init() {
     static std::once_flag once;
@@ -144,27 +149,28 @@ static std::string build_info() {
     library_init();
 
     ggml_backend_reg_t reg = ggml_backend_cpu_reg();
-    auto * get_features = (ggml_backend_get_features_t) ggml_backend_reg_get_proc_address(reg, "ggml_backend_get_features");
+    auto * get_features =
+        (ggml_backend_get_features_t) ggml_backend_reg_get_proc_address(reg, "ggml_backend_get_features");
 
     std::string features;
     bool repack    = false;
     bool llamafile = false;
     for (const ggml_backend_feature * f = get_features ? get_features(reg) : nullptr; f && f->name; ++f) {
         features += (features.empty() ? "\"" : ", \"") + escaped(f->name) + "\": \"" + escaped(f->value) + "\"";
-        repack    |= strcmp(f->name, "REPACK")    == 0;
+        repack |= strcmp(f->name, "REPACK") == 0;
         llamafile |= strcmp(f->name, "LLAMAFILE") == 0;
     }
 
     std::string json = "{";
-    const auto text = [&](const char * key, const char * value) {
+    const auto text  = [&](const char * key, const char * value) {
         json += std::string("\"") + key + "\": \"" + escaped(value) + "\", ";
     };
     text("llama_cpp_commit", DGR_LLAMA_CPP_COMMIT);
-    text("patch_digest",     DGR_PATCH_DIGEST);
-    text("compiler",         DGR_COMPILER);
-    text("flags",            DGR_COMPILE_FLAGS);
-    text("ggml_options",     DGR_GGML_OPTIONS);
-    json += std::string("\"repack\": ")    + (repack    ? "true" : "false") + ", ";
+    text("patch_digest", DGR_PATCH_DIGEST);
+    text("compiler", DGR_COMPILER);
+    text("flags", DGR_COMPILE_FLAGS);
+    text("ggml_options", DGR_GGML_OPTIONS);
+    json += std::string("\"repack\": ") + (repack ? "true" : "false") + ", ";
     json += std::string("\"llamafile\": ") + (llamafile ? "true" : "false") + ", ";
     json += "\"cpu_features\": {" + features + "}}";
     return json;

@@ -26,7 +26,7 @@ typedef struct dgr_stage dgr_stage; // one model range and its context
 typedef struct dgr_vocab dgr_vocab; // a tokenizer, loaded without weights
 
 typedef enum dgr_status {
-    DGR_OK             =  0,
+    DGR_OK             = 0,
     DGR_ERR_ARGUMENT   = -1, // a guard refused; nothing was changed
     DGR_ERR_LOAD       = -2, // the file cannot be loaded; the first error line of the log is the message
     DGR_ERR_MEMORY     = -3, // an allocation failed; nothing was changed
@@ -37,70 +37,70 @@ typedef enum dgr_status {
 } dgr_status;
 
 typedef struct dgr_stage_params {
-    int32_t  layer_begin; // first owned main layer
-    int32_t  layer_end;   // one past the last owned main layer; 0: all of them
-    uint32_t n_ctx;       // tokens per sequence; rounded up to a multiple of 256
-    uint32_t n_batch;     // most tokens in one dgr_stage_run
-    uint32_t n_ubatch;    // most tokens in one graph
-    uint32_t n_seq_max;   // sequence slots
-    int32_t  n_threads;   // compute threads; more than the free cores is hundreds of times slower
-    int32_t  type_k;      // ggml_type of the K cache: 0 f32, 1 f16, 8 q8_0
-    bool     flash_attn;
-    bool     exact;       // reference kernels, no repacking: bits do not depend on batch structure or threads
-    bool     use_mmap;    // map the file instead of reading the owned tensors
-    bool     check_tensors; // refuse non-finite weights at load
-    bool     dry_run;     // allocate nothing: dgr_stage_info tells the bytes, dgr_stage_run is refused
+    int32_t layer_begin; // first owned main layer
+    int32_t layer_end;   // one past the last owned main layer; 0: all of them
+    uint32_t n_ctx;      // tokens per sequence; rounded up to a multiple of 256
+    uint32_t n_batch;    // most tokens in one dgr_stage_run
+    uint32_t n_ubatch;   // most tokens in one graph
+    uint32_t n_seq_max;  // sequence slots
+    int32_t n_threads;   // compute threads; more than the free cores is hundreds of times slower
+    int32_t type_k;      // ggml_type of the K cache: 0 f32, 1 f16, 8 q8_0
+    bool flash_attn;
+    bool exact;         // reference kernels, no repacking: bits do not depend on batch structure or threads
+    bool use_mmap;      // map the file instead of reading the owned tensors
+    bool check_tensors; // refuse non-finite weights at load
+    bool dry_run;       // allocate nothing: dgr_stage_info tells the bytes, dgr_stage_run is refused
 } dgr_stage_params;
 
 // State components in the order of dgr_stage_info.state_bytes and of dgr_stage_summary.
 typedef enum dgr_component {
-    DGR_RAW_SWA  = 0, // sliding-window K of every owned layer
-    DGR_CSA      = 1, // compressed K, ratio 4
-    DGR_HCA      = 2, // compressed K, ratio 128
-    DGR_INDEXER  = 3, // indexer K, ratio 4
-    DGR_CSA_RING = 4, // compressor state of CSA
-    DGR_HCA_RING = 5, // compressor state of HCA
+    DGR_RAW_SWA      = 0, // sliding-window K of every owned layer
+    DGR_CSA          = 1, // compressed K, ratio 4
+    DGR_HCA          = 2, // compressed K, ratio 128
+    DGR_INDEXER      = 3, // indexer K, ratio 4
+    DGR_CSA_RING     = 4, // compressor state of CSA
+    DGR_HCA_RING     = 5, // compressor state of HCA
     DGR_INDEXER_RING = 6, // compressor state of the indexer
     DGR_N_COMPONENTS = 7,
 } dgr_component;
 
 typedef struct dgr_stage_info {
-    int32_t  layer_begin, layer_end;
-    int32_t  n_layer;     // main layers of the whole model
-    int32_t  n_vocab;
-    int32_t  width_in;    // floats per token at the entry; 0 on a head
-    int32_t  width_out;   // floats per token at the exit; 0 on a tail
-    uint32_t n_ctx_seq;   // tokens per sequence, after rounding
+    int32_t layer_begin, layer_end;
+    int32_t n_layer; // main layers of the whole model
+    int32_t n_vocab;
+    int32_t width_in;   // floats per token at the entry; 0 on a head
+    int32_t width_out;  // floats per token at the exit; 0 on a tail
+    uint32_t n_ctx_seq; // tokens per sequence, after rounding
     uint32_t n_batch, n_ubatch, n_seq_max;
-    uint64_t weight_bytes;  // allocated for the owned tensors
-    uint64_t compute_bytes; // allocated for graphs
+    uint64_t weight_bytes;   // allocated for the owned tensors
+    uint64_t compute_bytes;  // allocated for graphs
     uint64_t state_bytes[7]; // allocated per component, all slots
-    int32_t  state_layers[7]; // layers that hold the component
-    uint64_t output_bytes;  // host buffer for logits and residuals
-    char     devices[512];  // what may compute, a line each: llama.cpp's name of the backend, then the device's own words
+    int32_t state_layers[7]; // layers that hold the component
+    uint64_t output_bytes;   // host buffer for logits and residuals
+    char devices[512]; // what may compute, a line each: llama.cpp's name of the backend, then the device's own words
 } dgr_stage_info;
 
 // One native batch. Entries of one sequence are consecutive and ascending in position; sequences ascend.
 typedef struct dgr_run {
-    int32_t         n_tokens;
-    const int32_t * tokens;       // [n_tokens], always required (hash routing needs them below layer 3)
-    const int32_t * positions;    // [n_tokens], per sequence exactly P, P+1, ...
-    const int32_t * slots;        // [n_tokens]
-    const uint8_t * want_logits;  // [n_tokens] non-zero: a row of logits is wanted; must be all zero unless tail
-    const float   * residual_in;  // [n_tokens * width_in], NULL on a head
-    float         * residual_out; // [n_tokens * width_out], NULL on a tail
-    float         * logits_out;   // [rows wanted * n_vocab], NULL when none is wanted
-    uint8_t       * row_finite;   // [n_tokens] out: 1 when the token's output row (residual or logits) is finite, and no
-                                  // value of a residual exceeds 1e15 in magnitude;
-                                  // 1 too where a tail was asked for no row
+    int32_t n_tokens;
+    const int32_t * tokens;      // [n_tokens], always required (hash routing needs them below layer 3)
+    const int32_t * positions;   // [n_tokens], per sequence exactly P, P+1, ...
+    const int32_t * slots;       // [n_tokens]
+    const uint8_t * want_logits; // [n_tokens] non-zero: a row of logits is wanted; must be all zero unless tail
+    const float * residual_in;   // [n_tokens * width_in], NULL on a head
+    float * residual_out;        // [n_tokens * width_out], NULL on a tail
+    float * logits_out;          // [rows wanted * n_vocab], NULL when none is wanted
+    uint8_t * row_finite;        // [n_tokens] out: 1 when the token's output row (residual or logits) is finite, and no
+                                 // value of a residual exceeds 1e15 in magnitude;
+                                 // 1 too where a tail was asked for no row
 } dgr_run;
 
 typedef struct dgr_component_summary {
-    int32_t  n_layers;
-    uint32_t capacity;   // rows per layer and sequence
-    uint32_t rows_min;   // rows holding data (by position for raw SWA, non-zero rows elsewhere), least over layers
-    uint32_t rows_max;   // and most
-    uint8_t  digest[16]; // XXH3-128 over the live rows of every layer, by layer, then by position
+    int32_t n_layers;
+    uint32_t capacity;  // rows per layer and sequence
+    uint32_t rows_min;  // rows holding data (by position for raw SWA, non-zero rows elsewhere), least over layers
+    uint32_t rows_max;  // and most
+    uint8_t digest[16]; // XXH3-128 over the live rows of every layer, by layer, then by position
 } dgr_component_summary;
 
 typedef struct dgr_state_summary {
@@ -109,52 +109,52 @@ typedef struct dgr_state_summary {
 } dgr_state_summary;
 
 typedef struct dgr_sample_params {
-    float    temperature; // <= 0: greedy
-    int32_t  top_k;       // <= 0: off
-    float    top_p;       // >= 1: off
-    float    min_p;       // <= 0: off
-    float    repeat_penalty;
-    float    frequency_penalty;
-    float    presence_penalty;
-    int32_t  penalty_last_n; // 0: off, -1: all
-    uint32_t seed;        // of this very draw; 0xFFFFFFFF is refused (llama.cpp takes it as random)
-    int32_t  n_top;       // candidates to report, 0..64
+    float temperature; // <= 0: greedy
+    int32_t top_k;     // <= 0: off
+    float top_p;       // >= 1: off
+    float min_p;       // <= 0: off
+    float repeat_penalty;
+    float frequency_penalty;
+    float presence_penalty;
+    int32_t penalty_last_n; // 0: off, -1: all
+    uint32_t seed;          // of this very draw; 0xFFFFFFFF is refused (llama.cpp takes it as random)
+    int32_t n_top;          // candidates to report, 0..64
 } dgr_sample_params;
 
 // Library.
-int32_t      dgr_abi_version(void);                    // DGR_ABI_VERSION of the library itself
-const char * dgr_last_error(void);                     // message of the calling thread's last failure, never NULL
-void         dgr_log_set(void (*on_line)(int32_t level, const char * text)); // ggml_log_level, one line a call; NULL: silent
-const char * dgr_build_info(void);                     // JSON: llama.cpp commit, patch digest, compiler, flags, CPU features
+int32_t dgr_abi_version(void);     // DGR_ABI_VERSION of the library itself
+const char * dgr_last_error(void); // message of the calling thread's last failure, never NULL
+void dgr_log_set(void (*on_line)(int32_t level, const char * text)); // ggml_log_level, one line a call; NULL: silent
+const char * dgr_build_info(void); // JSON: llama.cpp commit, patch digest, compiler, flags, CPU features
 // Runs a fixed probe graph with the reference kernels and writes the digest of its output (32 hex digits + NUL).
-int32_t      dgr_kernel_probe(char * out, size_t out_size);
+int32_t dgr_kernel_probe(char * out, size_t out_size);
 // Reads quantised blocks as numbers with the type's reference code (ggml's to_float); a ggml_type that has no blocks, and
 // sizes that are not whole blocks, at least one, are refused.
-int32_t      dgr_dequantize(int32_t type, const void * blocks, size_t n_bytes, float * out, size_t n_values);
+int32_t dgr_dequantize(int32_t type, const void * blocks, size_t n_bytes, float * out, size_t n_values);
 
 // A stage.
 dgr_stage_params dgr_stage_params_default(void);
-int32_t dgr_stage_open    (const char * path, const dgr_stage_params * params, dgr_stage ** out);
-void    dgr_stage_close   (dgr_stage * stage);         // NULL is fine
+int32_t dgr_stage_open(const char * path, const dgr_stage_params * params, dgr_stage ** out);
+void dgr_stage_close(dgr_stage * stage); // NULL is fine
 int32_t dgr_stage_info_get(const dgr_stage * stage, dgr_stage_info * out);
-int32_t dgr_stage_run     (dgr_stage * stage, const dgr_run * run);
+int32_t dgr_stage_run(dgr_stage * stage, const dgr_run * run);
 int32_t dgr_stage_position(const dgr_stage * stage, int32_t slot, int32_t * out); // tokens committed
-int32_t dgr_stage_clear   (dgr_stage * stage, int32_t slot); // every component of the slot to zero
+int32_t dgr_stage_clear(dgr_stage * stage, int32_t slot);                         // every component of the slot to zero
 int32_t dgr_stage_summary(const dgr_stage * stage, int32_t slot, dgr_state_summary * out);
-void    dgr_stage_abort   (dgr_stage * stage);         // from any thread: the run in progress and all later ones fail
+void dgr_stage_abort(dgr_stage * stage); // from any thread: the run in progress and all later ones fail
 
 // Draws from one row of logits with llama.cpp's sampler chain; needs no stage.
 int32_t dgr_sample(const float * logits, int32_t n_vocab, const int32_t * history, int32_t n_history,
-                   const dgr_sample_params * params, int32_t * token, int32_t * top_tokens, float * top_logprobs);
+    const dgr_sample_params * params, int32_t * token, int32_t * top_tokens, float * top_logprobs);
 
 // A tokenizer. Text is UTF-8.
-int32_t dgr_vocab_open    (const char * path, dgr_vocab ** out);
-void    dgr_vocab_close   (dgr_vocab * vocab);
+int32_t dgr_vocab_open(const char * path, dgr_vocab ** out);
+void dgr_vocab_close(dgr_vocab * vocab);
 int32_t dgr_vocab_specials(const dgr_vocab * vocab, int32_t * n_vocab, int32_t * bos, int32_t * eos); // -1: none
 // Both write at most `size` items, and the full count to *n: call again with more room when *n > size.
-int32_t dgr_vocab_tokenize(const dgr_vocab * vocab, const char * text, int32_t n_text, bool add_special, bool parse_special,
-                           int32_t * tokens, int32_t size, int32_t * n);
-int32_t dgr_vocab_piece   (const dgr_vocab * vocab, int32_t token, bool special, char * out, int32_t size, int32_t * n);
+int32_t dgr_vocab_tokenize(const dgr_vocab * vocab, const char * text, int32_t n_text, bool add_special,
+    bool parse_special, int32_t * tokens, int32_t size, int32_t * n);
+int32_t dgr_vocab_piece(const dgr_vocab * vocab, int32_t token, bool special, char * out, int32_t size, int32_t * n);
 
 #ifdef __cplusplus
 }

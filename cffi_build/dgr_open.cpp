@@ -25,7 +25,8 @@ static uint32_t padded_ctx(uint32_t n_ctx) {
 
 static void check_params(const dgr_stage_params & p) {
     if (p.layer_begin < 0 || p.layer_end < 0 || (p.layer_end != 0 && p.layer_begin >= p.layer_end)) {
-        refuse("layers %d:%d are not a range: begin must be >= 0 and below end (end 0 means all)", p.layer_begin, p.layer_end);
+        refuse("layers %d:%d are not a range: begin must be >= 0 and below end (end 0 means all)", p.layer_begin,
+            p.layer_end);
     }
     if (p.n_seq_max < 1 || p.n_seq_max > llama_max_parallel_sequences()) {
         refuse("n_seq_max is %u, must be in 1..%zu", p.n_seq_max, llama_max_parallel_sequences());
@@ -45,7 +46,8 @@ static void check_params(const dgr_stage_params & p) {
         refuse("n_threads is %d, must be in 1..%d, the CPUs this process may use", p.n_threads, available_cpus());
     }
     if (p.type_k != GGML_TYPE_F32 && p.type_k != GGML_TYPE_F16 && p.type_k != GGML_TYPE_Q8_0) {
-        refuse("type_k is %d, must be %d (f32), %d (f16) or %d (q8_0)", p.type_k, GGML_TYPE_F32, GGML_TYPE_F16, GGML_TYPE_Q8_0);
+        refuse("type_k is %d, must be %d (f32), %d (f16) or %d (q8_0)", p.type_k, GGML_TYPE_F32, GGML_TYPE_F16,
+            GGML_TYPE_Q8_0);
     }
     if (p.type_k == GGML_TYPE_Q8_0 && !p.flash_attn) {
         refuse("type_k q8_0 needs flash attention: turn flash_attn on or use f16");
@@ -62,8 +64,8 @@ static void check_params(const dgr_stage_params & p) {
 
 static model_ptr load_model(const char * path, const dgr_stage_params & p) {
     llama_model_kv_override overrides[3] = {};
-    size_t n = 0;
-    const auto override_int = [&](const char * key, int32_t value) {
+    size_t n                             = 0;
+    const auto override_int              = [&](const char * key, int32_t value) {
         overrides[n].tag     = LLAMA_KV_OVERRIDE_TYPE_INT;
         overrides[n].val_i64 = value;
         snprintf(overrides[n].key, sizeof(overrides[n].key), "%s", key);
@@ -77,12 +79,12 @@ static model_ptr load_model(const char * path, const dgr_stage_params & p) {
     ggml_backend_dev_t cpu_only[] = { nullptr };
 
     llama_model_params mp = llama_model_default_params();
-    mp.kv_overrides      = overrides; // ends at the first empty key
-    mp.load_mode         = p.use_mmap ? LLAMA_LOAD_MODE_MMAP : LLAMA_LOAD_MODE_NONE;
-    mp.check_tensors     = p.check_tensors;
-    mp.no_alloc          = p.dry_run;
-    mp.load_mtp          = false;
-    mp.progress_callback = [](float, void *) { return true; }; // no dots in the log
+    mp.kv_overrides       = overrides; // ends at the first empty key
+    mp.load_mode          = p.use_mmap ? LLAMA_LOAD_MODE_MMAP : LLAMA_LOAD_MODE_NONE;
+    mp.check_tensors      = p.check_tensors;
+    mp.no_alloc           = p.dry_run;
+    mp.load_mtp           = false;
+    mp.progress_callback  = [](float, void *) { return true; }; // no dots in the log
     if (p.exact) {
         mp.devices         = cpu_only;
         mp.use_extra_bufts = false; // repacked weights compute rows in groups of four unlike the rest
@@ -104,22 +106,22 @@ static context_ptr make_context(const char * path, const dgr_stage_params & p, d
     const bool tail = stage.is_tail();
 
     llama_context_params cp = llama_context_default_params();
-    cp.n_ctx      = padded_ctx(p.n_ctx) * p.n_seq_max;
-    cp.n_batch    = p.n_batch;
-    cp.n_ubatch   = p.n_ubatch;
-    cp.n_seq_max  = p.n_seq_max;
+    cp.n_ctx                = padded_ctx(p.n_ctx) * p.n_seq_max;
+    cp.n_batch              = p.n_batch;
+    cp.n_ubatch             = p.n_ubatch;
+    cp.n_seq_max            = p.n_seq_max;
     // The most rows of logits in a batch. llama.cpp asserts it, and reserves the graph for min(n_ubatch, this) rows. Its
     // host buffer, n_vocab floats a row, is a different thing: it starts with n_seq_max rows and grows when a batch wants
     // more, so a tail that decodes never holds n_batch rows.
-    cp.n_outputs_max    = tail ? std::max(p.n_batch, p.n_seq_max) : p.n_seq_max;
-    cp.n_threads        = p.n_threads;
-    cp.n_threads_batch  = p.n_threads;
-    cp.flash_attn_type  = p.flash_attn ? LLAMA_FLASH_ATTN_TYPE_ENABLED : LLAMA_FLASH_ATTN_TYPE_DISABLED;
-    cp.type_k           = (ggml_type) p.type_k;
-    cp.type_v           = cp.type_k; // V4 has no V cache, and llama.cpp refuses a different type for it
-    cp.embeddings       = false;     // llama.cpp asserts with the 4*n_embd wide stream
-    cp.swa_full         = false;     // true keeps n_ctx raw rows per layer
-    cp.kv_unified       = false;     // V4's cache ignores it but for n_ctx times n_seq_max of memory
+    cp.n_outputs_max       = tail ? std::max(p.n_batch, p.n_seq_max) : p.n_seq_max;
+    cp.n_threads           = p.n_threads;
+    cp.n_threads_batch     = p.n_threads;
+    cp.flash_attn_type     = p.flash_attn ? LLAMA_FLASH_ATTN_TYPE_ENABLED : LLAMA_FLASH_ATTN_TYPE_DISABLED;
+    cp.type_k              = (ggml_type) p.type_k;
+    cp.type_v              = cp.type_k; // V4 has no V cache, and llama.cpp refuses a different type for it
+    cp.embeddings          = false;     // llama.cpp asserts with the 4*n_embd wide stream
+    cp.swa_full            = false;     // true keeps n_ctx raw rows per layer
+    cp.kv_unified          = false;     // V4's cache ignores it but for n_ctx times n_seq_max of memory
     cp.abort_callback      = is_aborted;
     cp.abort_callback_data = &stage.aborted;
 
@@ -129,7 +131,7 @@ static context_ptr make_context(const char * path, const dgr_stage_params & p, d
         fail_load(path, why);
     }
     if (!tail) {
-        llama_set_embeddings_nextn(ctx.get(), true, /*masked =*/ false);
+        llama_set_embeddings_nextn(ctx.get(), true, /*masked =*/false);
     }
     return ctx;
 }
@@ -140,7 +142,8 @@ static void use_reference_kernels(llama_context * ctx) {
     for (int i = 0; i < ggml_backend_sched_get_n_backends(sched); ++i) {
         ggml_backend_t backend = ggml_backend_sched_get_backend(sched, i);
         if (!ggml_backend_is_cpu(backend)) {
-            refuse("exact numerics runs on the CPU alone, but this build computes on %s too: use native numerics", ggml_backend_name(backend));
+            refuse("exact numerics runs on the CPU alone, but this build computes on %s too: use native numerics",
+                ggml_backend_name(backend));
         }
         ggml_backend_cpu_set_use_ref(backend, true);
     }
@@ -152,13 +155,15 @@ static void check_hash_routing(const char * path, const llama_model & model) {
     for (uint32_t il = hp.dgr_layer_begin; il < std::min(hp.dgr_layer_end, hp.dsv4_hash_layer_count); ++il) {
         const ggml_tensor * table = model.layers[il].ffn_gate_tid2eid;
         if (table->type != GGML_TYPE_I32) {
-            fail(DGR_ERR_LOAD, "%s: blk.%u.ffn_gate_tid2eid holds %s, must be i32", path, il, ggml_type_name(table->type));
+            fail(DGR_ERR_LOAD, "%s: blk.%u.ffn_gate_tid2eid holds %s, must be i32", path, il,
+                ggml_type_name(table->type));
         }
         std::vector<int32_t> experts(ggml_nelements(table));
         ggml_backend_tensor_get(table, experts.data(), 0, ggml_nbytes(table));
         for (const int32_t expert : experts) {
             if (expert < 0 || (uint32_t) expert >= hp.n_expert) {
-                fail(DGR_ERR_LOAD, "%s: blk.%u.ffn_gate_tid2eid names expert %d, must be in 0..%u", path, il, expert, hp.n_expert - 1);
+                fail(DGR_ERR_LOAD, "%s: blk.%u.ffn_gate_tid2eid names expert %d, must be in 0..%u", path, il, expert,
+                    hp.n_expert - 1);
             }
         }
     }
@@ -169,9 +174,9 @@ static void name_devices(llama_context & ctx, char * out, size_t size) {
     ggml_backend_sched_t sched = ctx.get_sched();
     std::string lines;
     for (int i = 0; i < ggml_backend_sched_get_n_backends(sched); ++i) {
-        ggml_backend_t     backend = ggml_backend_sched_get_backend(sched, i);
-        ggml_backend_dev_t device  = ggml_backend_get_device(backend);
-        std::string line = ggml_backend_name(backend);
+        ggml_backend_t backend    = ggml_backend_sched_get_backend(sched, i);
+        ggml_backend_dev_t device = ggml_backend_get_device(backend);
+        std::string line          = ggml_backend_name(backend);
         if (device) {
             line += std::string(" ") + ggml_backend_dev_description(device);
         }
@@ -185,7 +190,7 @@ static void name_devices(llama_context & ctx, char * out, size_t size) {
 static void fill_info(dgr_stage & stage) {
     const llama_context & ctx = *stage.ctx;
     const llama_hparams & hp  = stage.model->hparams;
-    dgr_stage_info & info = stage.info;
+    dgr_stage_info & info     = stage.info;
 
     info.n_vocab   = llama_vocab_n_tokens(llama_model_get_vocab(stage.model.get()));
     info.width_in  = stage.is_head() ? 0 : hp.n_embd_inp();
@@ -197,7 +202,7 @@ static void fill_info(dgr_stage & stage) {
     name_devices(*stage.ctx, info.devices, sizeof(info.devices));
 
     for (const auto & [buft, bytes] : llama_get_memory_breakdown(&ctx)) {
-        info.weight_bytes  += bytes.model;
+        info.weight_bytes += bytes.model;
         info.compute_bytes += bytes.compute;
     }
     for (int c = 0; c < DGR_N_COMPONENTS; ++c) {
@@ -210,15 +215,15 @@ static std::unique_ptr<dgr_stage> open_stage(const char * path, const dgr_stage_
     check_params(p);
     check_metadata(path, p.layer_begin, p.layer_end);
 
-    auto stage = std::make_unique<dgr_stage>();
+    auto stage     = std::make_unique<dgr_stage>();
     stage->model   = load_model(path, p);
     stage->dry_run = p.dry_run;
 
     const llama_hparams & hp = stage->model->hparams;
-    stage->n_swa            = hp.n_swa; // llama_model_n_swa() says 0 for V4
-    stage->info.layer_begin = hp.dgr_layer_begin;
-    stage->info.layer_end   = hp.dgr_layer_end;
-    stage->info.n_layer     = hp.n_layer();
+    stage->n_swa             = hp.n_swa; // llama_model_n_swa() says 0 for V4
+    stage->info.layer_begin  = hp.dgr_layer_begin;
+    stage->info.layer_end    = hp.dgr_layer_end;
+    stage->info.n_layer      = hp.n_layer();
     if (!p.dry_run) {
         check_hash_routing(path, *stage->model);
     }
@@ -242,14 +247,14 @@ static std::unique_ptr<dgr_stage> open_stage(const char * path, const dgr_stage_
 
 dgr_stage_params dgr_stage_params_default(void) {
     dgr_stage_params p = {};
-    p.n_ctx      = 4096;
-    p.n_batch    = 512;
-    p.n_ubatch   = 512;
-    p.n_seq_max  = 1;
-    p.n_threads  = 1; // always right; too many is catastrophic
-    p.type_k     = GGML_TYPE_F16;
-    p.flash_attn = true;
-    p.exact      = true;
+    p.n_ctx            = 4096;
+    p.n_batch          = 512;
+    p.n_ubatch         = 512;
+    p.n_seq_max        = 1;
+    p.n_threads        = 1; // always right; too many is catastrophic
+    p.type_k           = GGML_TYPE_F16;
+    p.flash_attn       = true;
+    p.exact            = true;
     return p;
 }
 
@@ -273,6 +278,6 @@ int32_t dgr_stage_info_get(const dgr_stage * stage, dgr_stage_info * out) {
         // llama.cpp keeps n_seq_max rows of logits on every stage, more once a batch has asked for more, and the residual
         // of n_batch tokens where there is one to hand on.
         const uint64_t rows = std::max(out->n_seq_max, stage->output_rows);
-        out->output_bytes = sizeof(float) * (rows * out->n_vocab + (uint64_t) out->n_batch * out->width_out);
+        out->output_bytes   = sizeof(float) * (rows * out->n_vocab + (uint64_t) out->n_batch * out->width_out);
     });
 }

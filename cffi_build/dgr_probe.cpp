@@ -10,7 +10,8 @@
 
 namespace dgr {
 
-static const component::layer & find_layer(const dgr_stage & stage, int32_t c, int32_t layer, int32_t slot, uint32_t row_begin, uint32_t n_rows) {
+static const component::layer & find_layer(
+    const dgr_stage & stage, int32_t c, int32_t layer, int32_t slot, uint32_t row_begin, uint32_t n_rows) {
     if (c < 0 || c >= DGR_N_COMPONENTS) {
         refuse("component is %d, must be in 0..%d", c, DGR_N_COMPONENTS - 1);
     }
@@ -40,14 +41,14 @@ static size_t offset(const ggml_tensor * tensor, int32_t slot, uint32_t row) {
 
 } // namespace dgr
 
-int32_t dgr_probe_rows(const dgr_stage * stage, int32_t component, int32_t layer, int32_t slot, uint32_t row_begin, uint32_t n_rows,
-                       uint8_t * out, size_t out_size, size_t * row_bytes) {
+int32_t dgr_probe_rows(const dgr_stage * stage, int32_t component, int32_t layer, int32_t slot, uint32_t row_begin,
+    uint32_t n_rows, uint8_t * out, size_t out_size, size_t * row_bytes) {
     return dgr::guarded([&] {
         if (!stage || !row_bytes || (!out && out_size > 0)) {
             dgr::refuse("stage, out and row_bytes are all required");
         }
         const auto & found = dgr::find_layer(*stage, component, layer, slot, row_begin, n_rows);
-        *row_bytes = dgr::row_size(found);
+        *row_bytes         = dgr::row_size(found);
         if (out_size / *row_bytes < n_rows) {
             dgr::refuse("out_size is %zu, %u rows need %zu", out_size, n_rows, n_rows * *row_bytes);
         }
@@ -69,12 +70,13 @@ int32_t dgr_probe_raw_positions(const dgr_stage * stage, int32_t slot, int32_t *
         }
         dgr::check_slot(*stage, slot);
         const std::vector<int32_t> positions = dgr::raw_positions(*stage, slot);
-        *n = positions.size();
+        *n                                   = positions.size();
         std::copy_n(positions.begin(), std::min(size, positions.size()), out);
     });
 }
 
-int32_t dgr_probe_poke(dgr_stage * stage, int32_t component, int32_t layer, int32_t slot, uint32_t row, const uint8_t * bytes, size_t n_bytes) {
+int32_t dgr_probe_poke(dgr_stage * stage, int32_t component, int32_t layer, int32_t slot, uint32_t row,
+    const uint8_t * bytes, size_t n_bytes) {
     return dgr::guarded([&] {
         dgr::require("stage, bytes", stage, bytes);
         const auto & found = dgr::find_layer(*stage, component, layer, slot, row, 1);
@@ -83,21 +85,22 @@ int32_t dgr_probe_poke(dgr_stage * stage, int32_t component, int32_t layer, int3
         }
         for (const ggml_tensor * tensor : { found.rows, found.scores }) {
             if (tensor) {
-                ggml_backend_tensor_set(const_cast<ggml_tensor *>(tensor), bytes, dgr::offset(tensor, slot, row), tensor->nb[1]);
+                ggml_backend_tensor_set(
+                    const_cast<ggml_tensor *>(tensor), bytes, dgr::offset(tensor, slot, row), tensor->nb[1]);
                 bytes += tensor->nb[1];
             }
         }
     });
 }
 
-int32_t dgr_probe_words(const char * const * exprs, size_t n_exprs, const char * text, size_t n_text,
-                        int32_t * out, size_t size, size_t * n) {
+int32_t dgr_probe_words(const char * const * exprs, size_t n_exprs, const char * text, size_t n_text, int32_t * out,
+    size_t size, size_t * n) {
     return dgr::guarded([&] {
         if (!exprs || !text || !n || (!out && size > 0)) {
             dgr::refuse("exprs, text, out and n are all required");
         }
-        const auto words = unicode_regex_split({ text, n_text }, { exprs, exprs + n_exprs }, /*byte_encode =*/ false);
-        *n = words.size();
+        const auto words = unicode_regex_split({ text, n_text }, { exprs, exprs + n_exprs }, /*byte_encode =*/false);
+        *n               = words.size();
         for (size_t i = 0; i < std::min(size, words.size()); ++i) {
             out[i] = (int32_t) words[i].size();
         }

@@ -59,11 +59,13 @@ static void check_pointers(const dgr_stage & stage, const dgr_run & run) {
     }
     if ((run.residual_in != nullptr) == stage.is_head()) {
         refuse(stage.is_head() ? "a head takes token ids alone: residual_in must be NULL"
-                               : "layers from %d on take a residual: residual_in is NULL", stage.info.layer_begin);
+                               : "layers from %d on take a residual: residual_in is NULL",
+            stage.info.layer_begin);
     }
     if ((run.residual_out != nullptr) == stage.is_tail()) {
         refuse(stage.is_tail() ? "a tail gives logits alone: residual_out must be NULL"
-                               : "layers up to %d return a residual: residual_out is NULL", stage.info.layer_end);
+                               : "layers up to %d return a residual: residual_out is NULL",
+            stage.info.layer_end);
     }
 }
 
@@ -79,7 +81,8 @@ static void check_entries(const dgr_stage & stage, const dgr_run & run) {
         const int32_t slot = run.slots[begin];
         check_slot(stage, slot);
         if (begin > 0 && slot <= run.slots[begin - 1]) {
-            refuse("slot %d at entry %d follows slot %d: give each slot one run of entries, in ascending order", slot, begin, run.slots[begin - 1]);
+            refuse("slot %d at entry %d follows slot %d: give each slot one run of entries, in ascending order", slot,
+                begin, run.slots[begin - 1]);
         }
         if (stage.lost[slot]) {
             refuse("slot %d was lost in an earlier run: clear it first", slot);
@@ -87,11 +90,13 @@ static void check_entries(const dgr_stage & stage, const dgr_run & run) {
         const int32_t committed = position(stage, slot);
         for (end = begin; end < run.n_tokens && run.slots[end] == slot; ++end) {
             if (run.positions[end] != committed + (end - begin)) {
-                refuse("position of entry %d is %d, slot %d continues at %d", end, run.positions[end], slot, committed + (end - begin));
+                refuse("position of entry %d is %d, slot %d continues at %d", end, run.positions[end], slot,
+                    committed + (end - begin));
             }
         }
         if ((uint32_t) committed + (uint32_t) (end - begin) > stage.info.n_ctx_seq) {
-            fail(DGR_ERR_FULL, "slot %d holds %d tokens and cannot take %d more: n_ctx is %u", slot, committed, end - begin, stage.info.n_ctx_seq);
+            fail(DGR_ERR_FULL, "slot %d holds %d tokens and cannot take %d more: n_ctx is %u", slot, committed,
+                end - begin, stage.info.n_ctx_seq);
         }
     }
 }
@@ -117,21 +122,24 @@ static void check_residual(const dgr_stage & stage, const dgr_run & run) {
         const float * row = run.residual_in + i * width;
         if (!all_residual(row, width)) {
             const float value = *std::find_if_not(row, row + width, is_residual);
-            fail(DGR_ERR_NON_FINITE, "the residual of slot %d at position %d holds %g: values must be finite and at most %g in magnitude; drop the session",
+            fail(DGR_ERR_NON_FINITE,
+                "the residual of slot %d at position %d holds %g: values must be finite and at most %g in magnitude; "
+                "drop the session",
                 run.slots[i], run.positions[i], value, RESIDUAL_MAX);
         }
     }
 }
 
 static void fill_batch(dgr_stage & stage, const dgr_run & run) {
-    const size_t width = stage.info.width_in;
+    const size_t width      = stage.info.width_in;
     llama_batch_ext * batch = stage.batch.get();
     llama_batch_ext_clear(batch);
     for (int32_t i = 0; i < run.n_tokens; ++i) {
         const int32_t entry = llama_batch_ext_add_token(batch, run.slots[i], run.tokens[i]);
-        bool ok = entry == i && llama_batch_ext_set_pos(batch, entry, run.positions + i);
+        bool ok             = entry == i && llama_batch_ext_set_pos(batch, entry, run.positions + i);
         if (ok && width > 0) {
-            ok = llama_batch_ext_set_embd_token(batch, entry, { run.residual_in + i * width, /*.n_rows =*/ 1, /*.n_embd =*/ width });
+            ok = llama_batch_ext_set_embd_token(
+                batch, entry, { run.residual_in + i * width, /*.n_rows =*/1, /*.n_embd =*/width });
         }
         if (!ok || !llama_batch_ext_set_output_logits(batch, entry, run.want_logits[i] != 0)) {
             refuse("llama.cpp refused entry %d of the batch", i);
@@ -146,32 +154,35 @@ static void decode(dgr_stage & stage, const dgr_run & run) {
     int32_t rc;
     std::string reason;
     try {
-        rc = llama_process(stage.ctx.get(), LLAMA_PROCESS_TYPE_DECODE, stage.batch.get());
+        rc     = llama_process(stage.ctx.get(), LLAMA_PROCESS_TYPE_DECODE, stage.batch.get());
         reason = stage.aborted ? "the stage was aborted" : why.text("no reason given");
     } catch (const std::exception & e) {
-        rc = INT32_MIN;
+        rc     = INT32_MIN;
         reason = e.what();
     } catch (...) {
-        rc = INT32_MIN;
+        rc     = INT32_MIN;
         reason = "an exception of unknown type";
     }
     switch (rc) {
-        case  0: return;
-        case  1: fail(DGR_ERR_FULL, "no room in the context for a batch of %d tokens: n_ctx is %u", run.n_tokens, stage.info.n_ctx_seq);
+        case 0: return;
+        case 1:
+            fail(DGR_ERR_FULL, "no room in the context for a batch of %d tokens: n_ctx is %u", run.n_tokens,
+                stage.info.n_ctx_seq);
         case -1: refuse("llama.cpp refused the batch: %s", reason.c_str());
         default: break;
     }
     for (int32_t i = 0; i < run.n_tokens; ++i) {
         stage.lost[run.slots[i]] = true;
     }
-    fail(DGR_ERR_LOST, "running %d tokens failed (%d: %s): clear every slot of the batch", run.n_tokens, rc, reason.c_str());
+    fail(DGR_ERR_LOST, "running %d tokens failed (%d: %s): clear every slot of the batch", run.n_tokens, rc,
+        reason.c_str());
 }
 
 static void copy_outputs(dgr_stage & stage, const dgr_run & run, uint32_t rows) {
-    const bool   tail  = stage.is_tail();
+    const bool tail    = stage.is_tail();
     const size_t width = tail ? stage.info.n_vocab : stage.info.width_out;
     const size_t n     = tail ? rows : run.n_tokens;
-    float *      out   = tail ? run.logits_out : run.residual_out;
+    float * out        = tail ? run.logits_out : run.residual_out;
 
     memset(run.row_finite, 1, run.n_tokens);
     if (n == 0) {

@@ -7,12 +7,15 @@
 
 namespace dgr {
 
-struct free_sampler { void operator()(llama_sampler * s) const { llama_sampler_free(s); } };
+struct free_sampler {
+    void operator()(llama_sampler * s) const { llama_sampler_free(s); }
+};
 using sampler_ptr = std::unique_ptr<llama_sampler, free_sampler>;
 
 static constexpr int32_t MAX_TOP = 64;
 
-static void check(const float * logits, int32_t n_vocab, const int32_t * history, int32_t n_history, const dgr_sample_params & p) {
+static void check(
+    const float * logits, int32_t n_vocab, const int32_t * history, int32_t n_history, const dgr_sample_params & p) {
     if (n_vocab < 1) {
         refuse("n_vocab is %d, must be >= 1", n_vocab);
     }
@@ -37,7 +40,8 @@ static void check(const float * logits, int32_t n_vocab, const int32_t * history
         refuse("repeat_penalty is %g, must be above 0 (1 turns it off)", p.repeat_penalty);
     }
     if (!std::isfinite(p.frequency_penalty) || !std::isfinite(p.presence_penalty)) {
-        refuse("frequency_penalty is %g and presence_penalty is %g, both must be finite", p.frequency_penalty, p.presence_penalty);
+        refuse("frequency_penalty is %g and presence_penalty is %g, both must be finite", p.frequency_penalty,
+            p.presence_penalty);
     }
     if (p.penalty_last_n < -1) {
         refuse("penalty_last_n is %d, must be >= -1 (-1: the whole history)", p.penalty_last_n);
@@ -53,13 +57,15 @@ static void check(const float * logits, int32_t n_vocab, const int32_t * history
     }
 }
 
-static sampler_ptr make_chain(int32_t n_vocab, const int32_t * history, int32_t n_history, const dgr_sample_params & p) {
+static sampler_ptr make_chain(
+    int32_t n_vocab, const int32_t * history, int32_t n_history, const dgr_sample_params & p) {
     sampler_ptr chain(llama_sampler_chain_init(llama_sampler_chain_default_params()));
     const auto add = [&](llama_sampler * sampler) { llama_sampler_chain_add(chain.get(), sampler); };
 
     const int32_t last_n = p.penalty_last_n < 0 ? n_history : std::min(p.penalty_last_n, n_history);
     if (last_n > 0) {
-        llama_sampler * penalties = llama_sampler_init_penalties(n_vocab, last_n, p.repeat_penalty, p.frequency_penalty, p.presence_penalty);
+        llama_sampler * penalties =
+            llama_sampler_init_penalties(n_vocab, last_n, p.repeat_penalty, p.frequency_penalty, p.presence_penalty);
         for (int32_t i = n_history - last_n; i < n_history; ++i) {
             llama_sampler_accept(penalties, history[i]);
         }
@@ -70,26 +76,29 @@ static sampler_ptr make_chain(int32_t n_vocab, const int32_t * history, int32_t 
         return chain;
     }
     add(llama_sampler_init_top_k(p.top_k));
-    add(llama_sampler_init_top_p(p.top_p, /*min_keep =*/ 1));
-    add(llama_sampler_init_min_p(p.min_p, /*min_keep =*/ 1));
+    add(llama_sampler_init_top_p(p.top_p, /*min_keep =*/1));
+    add(llama_sampler_init_min_p(p.min_p, /*min_keep =*/1));
     add(llama_sampler_init_temp(p.temperature));
     add(llama_sampler_init_dist(p.seed));
     return chain;
 }
 
-static int32_t draw(const float * logits, int32_t n_vocab, const int32_t * history, int32_t n_history, const dgr_sample_params & p) {
+static int32_t draw(
+    const float * logits, int32_t n_vocab, const int32_t * history, int32_t n_history, const dgr_sample_params & p) {
     std::vector<llama_token_data> candidates(n_vocab);
     for (int32_t id = 0; id < n_vocab; ++id) {
         candidates[id] = { id, logits[id], 0.0f };
     }
-    llama_token_data_array view = { candidates.data(), candidates.size(), /*.selected =*/ -1, /*.sorted =*/ false };
+    llama_token_data_array view = { candidates.data(), candidates.size(), /*.selected =*/-1, /*.sorted =*/false };
 
     const sampler_ptr chain = make_chain(n_vocab, history, n_history, p);
     llama_sampler_apply(chain.get(), &view);
 
     // Finite logits can still overflow, divided by a temperature near 0 or shifted by a huge penalty.
-    if (view.selected < 0 || (size_t) view.selected >= view.size || !std::isfinite(view.data[view.selected].logit) || std::isnan(view.data[view.selected].p)) {
-        fail(DGR_ERR_NON_FINITE, "temperature %g and the penalties take the logits out of range: use milder ones", p.temperature);
+    if (view.selected < 0 || (size_t) view.selected >= view.size || !std::isfinite(view.data[view.selected].logit) ||
+        std::isnan(view.data[view.selected].p)) {
+        fail(DGR_ERR_NON_FINITE, "temperature %g and the penalties take the logits out of range: use milder ones",
+            p.temperature);
     }
     return view.data[view.selected].id;
 }
@@ -98,12 +107,11 @@ static int32_t draw(const float * logits, int32_t n_vocab, const int32_t * histo
 static void top(const float * logits, int32_t n_vocab, int32_t n_top, int32_t * tokens, float * logprobs) {
     std::vector<int32_t> ids(n_vocab);
     std::iota(ids.begin(), ids.end(), 0);
-    std::partial_sort(ids.begin(), ids.begin() + n_top, ids.end(), [&](int32_t a, int32_t b) {
-        return logits[a] > logits[b] || (logits[a] == logits[b] && a < b);
-    });
+    std::partial_sort(ids.begin(), ids.begin() + n_top, ids.end(),
+        [&](int32_t a, int32_t b) { return logits[a] > logits[b] || (logits[a] == logits[b] && a < b); });
 
     const double max = logits[ids.front()];
-    double sum = 0;
+    double sum       = 0;
     for (int32_t id = 0; id < n_vocab; ++id) {
         sum += std::exp(logits[id] - max);
     }
@@ -116,7 +124,7 @@ static void top(const float * logits, int32_t n_vocab, int32_t n_top, int32_t * 
 } // namespace dgr
 
 int32_t dgr_sample(const float * logits, int32_t n_vocab, const int32_t * history, int32_t n_history,
-                   const dgr_sample_params * params, int32_t * token, int32_t * top_tokens, float * top_logprobs) {
+    const dgr_sample_params * params, int32_t * token, int32_t * top_tokens, float * top_logprobs) {
     return dgr::guarded([&] {
         dgr::require("logits, params, token", logits, params, token);
         dgr::check(logits, n_vocab, history, n_history, *params);

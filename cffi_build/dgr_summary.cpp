@@ -42,10 +42,11 @@ static component ring_of(const llama_dsv4_comp_state & ring, const std::vector<c
     c.capacity = ring.get_state_size();
     c.bytes    = total(ring.memory_breakdown());
 
-    const ggml_init_params params = { 2 * layers.size() * ggml_tensor_overhead() + 1, nullptr, /*.no_alloc =*/ true };
+    const ggml_init_params params = { 2 * layers.size() * ggml_tensor_overhead() + 1, nullptr, /*.no_alloc =*/true };
     const std::unique_ptr<ggml_context, decltype(&ggml_free)> views(ggml_init(params), ggml_free);
     for (const auto & layer : layers) {
-        c.layers.push_back({ layer.il, ring.get_kv_all(views.get(), layer.il)->view_src, ring.get_score_all(views.get(), layer.il)->view_src });
+        c.layers.push_back({ layer.il, ring.get_kv_all(views.get(), layer.il)->view_src,
+            ring.get_score_all(views.get(), layer.il)->view_src });
     }
     return c;
 }
@@ -55,17 +56,17 @@ void find_components(llama_context * ctx, components & out) {
     if (!cache) {
         fail(DGR_ERR_INTERNAL, "the context has no DeepSeek V4 cache");
     }
-    out[DGR_RAW_SWA] = rows_of(*cache->get_raw()->get_swa(), 1);
-    out[DGR_CSA]     = rows_of(*cache->get_csa(), cache->get_csa_state()->get_ratio());
-    out[DGR_HCA]     = rows_of(*cache->get_hca(), cache->get_hca_state()->get_ratio());
-    out[DGR_INDEXER] = rows_of(*cache->get_lid(), cache->get_lid_state()->get_ratio());
+    out[DGR_RAW_SWA]      = rows_of(*cache->get_raw()->get_swa(), 1);
+    out[DGR_CSA]          = rows_of(*cache->get_csa(), cache->get_csa_state()->get_ratio());
+    out[DGR_HCA]          = rows_of(*cache->get_hca(), cache->get_hca_state()->get_ratio());
+    out[DGR_INDEXER]      = rows_of(*cache->get_lid(), cache->get_lid_state()->get_ratio());
     out[DGR_CSA_RING]     = ring_of(*cache->get_csa_state(), out[DGR_CSA].layers);
     out[DGR_HCA_RING]     = ring_of(*cache->get_hca_state(), out[DGR_HCA].layers);
     out[DGR_INDEXER_RING] = ring_of(*cache->get_lid_state(), out[DGR_INDEXER].layers);
 }
 
 std::vector<int32_t> raw_positions(const dgr_stage & stage, int32_t slot) {
-    const auto & cache = dynamic_cast<const llama_kv_cache_dsv4 &>(*llama_get_memory(stage.ctx.get()));
+    const auto & cache           = dynamic_cast<const llama_kv_cache_dsv4 &>(*llama_get_memory(stage.ctx.get()));
     const llama_kv_cells & cells = cache.get_raw()->get_swa()->get_cells(slot);
 
     std::vector<int32_t> positions(cells.size(), -1);
@@ -85,7 +86,8 @@ namespace {
 
 class digest {
 public:
-    digest() : state(XXH3_createState(), XXH3_freeState) {
+    digest()
+        : state(XXH3_createState(), XXH3_freeState) {
         if (!state) {
             throw std::bad_alloc();
         }
@@ -107,9 +109,10 @@ private:
 
 // Calls visit(row, data, size) for rows [begin, end) of a slot, reading them in blocks: a stream may be large.
 template <class Visit>
-void each_row(const ggml_tensor * tensor, int32_t slot, uint32_t begin, uint32_t end, std::vector<uint8_t> & buffer, Visit && visit) {
+void each_row(const ggml_tensor * tensor, int32_t slot, uint32_t begin, uint32_t end, std::vector<uint8_t> & buffer,
+    Visit && visit) {
     const uint32_t block = 4096;
-    const size_t   size  = tensor->nb[1];
+    const size_t size    = tensor->nb[1];
     for (uint32_t row = begin; row < end; row += block) {
         const uint32_t n = std::min(block, end - row);
         buffer.resize(n * size);
@@ -131,11 +134,11 @@ void keep_extremes(dgr_component_summary & out, size_t layer, uint32_t rows) {
 
 // Counts what the sequence holds; digests the window that the next query sees, whatever the ring still keeps beyond it.
 void raw_frontier(const dgr_stage & stage, int32_t slot, int32_t committed, dgr_component_summary & out, digest & sum) {
-    const component & c = stage.components[DGR_RAW_SWA];
+    const component & c                  = stage.components[DGR_RAW_SWA];
     const std::vector<int32_t> positions = raw_positions(stage, slot);
 
     const int64_t window = std::max<int64_t>(0, (int64_t) committed - stage.n_swa + 1);
-    uint32_t held = 0;
+    uint32_t held        = 0;
     std::vector<std::pair<int32_t, uint32_t>> live; // position, cell
     for (uint32_t cell = 0; cell < positions.size(); ++cell) {
         held += positions[cell] >= 0;
@@ -148,7 +151,8 @@ void raw_frontier(const dgr_stage & stage, int32_t slot, int32_t committed, dgr_
     std::vector<uint8_t> buffer;
     for (size_t l = 0; l < c.layers.size(); ++l) {
         for (const auto & [pos, cell] : live) {
-            each_row(c.layers[l].rows, slot, cell, cell + 1, buffer, [&](uint32_t, const uint8_t * row, size_t size) { sum.add(row, size); });
+            each_row(c.layers[l].rows, slot, cell, cell + 1, buffer,
+                [&](uint32_t, const uint8_t * row, size_t size) { sum.add(row, size); });
         }
         keep_extremes(out, l, held);
     }
@@ -156,7 +160,8 @@ void raw_frontier(const dgr_stage & stage, int32_t slot, int32_t committed, dgr_
 
 // Rows are addressed by position: [0, P/ratio) are committed. The last row of a stream takes dummy writes until the
 // commit that fills the context overwrites it.
-void compressed_frontier(const component & c, int32_t slot, int32_t committed, dgr_component_summary & out, digest & sum) {
+void compressed_frontier(
+    const component & c, int32_t slot, int32_t committed, dgr_component_summary & out, digest & sum) {
     const uint32_t live  = (uint32_t) committed / c.ratio;
     const uint32_t dummy = c.capacity - 1;
 
@@ -179,11 +184,12 @@ void ring_frontier(const component & c, int32_t slot, dgr_component_summary & ou
     for (size_t l = 0; l < c.layers.size(); ++l) {
         uint32_t rows = 0;
         each_row(c.layers[l].rows, slot, 0, c.capacity, buffer, [&](uint32_t r, const uint8_t * kv, size_t size) {
-            each_row(c.layers[l].scores, slot, r, r + 1, row_buffer, [&](uint32_t, const uint8_t * score, size_t score_size) {
-                sum.add(kv, size);
-                sum.add(score, score_size);
-                rows += !is_zero(kv, size) || !is_zero(score, score_size);
-            });
+            each_row(c.layers[l].scores, slot, r, r + 1, row_buffer,
+                [&](uint32_t, const uint8_t * score, size_t score_size) {
+                    sum.add(kv, size);
+                    sum.add(score, score_size);
+                    rows += !is_zero(kv, size) || !is_zero(score, score_size);
+                });
         });
         keep_extremes(out, l, rows);
     }
@@ -198,7 +204,7 @@ static void frontier(const dgr_stage & stage, int32_t slot, dgr_state_summary & 
     }
     out.position = position(stage, slot);
     for (int i = 0; i < DGR_N_COMPONENTS; ++i) {
-        const component & c = stage.components[i];
+        const component & c       = stage.components[i];
         dgr_component_summary & f = out.components[i];
         digest sum;
 

@@ -2,7 +2,7 @@
 #include "dgr_internal.h"
 
 struct dgr_vocab {
-    dgr::model_ptr      model;
+    dgr::model_ptr model;
     const llama_vocab * vocab = nullptr;
 };
 
@@ -12,7 +12,7 @@ static std::unique_ptr<dgr_vocab> open_vocab(const char * path) {
     check_metadata(path, 0, 0);
 
     llama_model_params mp = llama_model_default_params();
-    mp.vocab_only = true;
+    mp.vocab_only         = true;
 
     const first_error why;
     auto vocab = std::make_unique<dgr_vocab>();
@@ -59,8 +59,8 @@ int32_t dgr_vocab_specials(const dgr_vocab * vocab, int32_t * n_vocab, int32_t *
     });
 }
 
-int32_t dgr_vocab_tokenize(const dgr_vocab * vocab, const char * text, int32_t n_text, bool add_special, bool parse_special,
-                           int32_t * tokens, int32_t size, int32_t * n) {
+int32_t dgr_vocab_tokenize(const dgr_vocab * vocab, const char * text, int32_t n_text, bool add_special,
+    bool parse_special, int32_t * tokens, int32_t size, int32_t * n) {
     return dgr::guarded([&] {
         if (!vocab || !text || !n || (!tokens && size > 0)) {
             dgr::refuse("vocab, text, tokens and n are all required");
@@ -84,6 +84,6 @@ int32_t dgr_vocab_piece(const dgr_vocab * vocab, int32_t token, bool special, ch
         if (size < 0) {
             dgr::refuse("size is %d, must be >= 0", size);
         }
-        *n = dgr::full_count(llama_token_to_piece(vocab->vocab, token, out, size, /*lstrip =*/ 0, special));
+        *n = dgr::full_count(llama_token_to_piece(vocab->vocab, token, out, size, /*lstrip =*/0, special));
     });
 }

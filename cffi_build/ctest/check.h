@@ -10,12 +10,12 @@
 #include <string>
 #include <vector>
 
-#define CHECK(condition)                                                                                        \
-    do {                                                                                                        \
-        if (!(condition)) {                                                                                     \
-            fprintf(stderr, "%s:%d: %s\n  last error: %s\n", __FILE__, __LINE__, #condition, dgr_last_error()); \
-            exit(1);                                                                                            \
-        }                                                                                                       \
+#define CHECK(condition)                                                                                               \
+    do {                                                                                                               \
+        if (!(condition)) {                                                                                            \
+            fprintf(stderr, "%s:%d: %s\n  last error: %s\n", __FILE__, __LINE__, #condition, dgr_last_error());        \
+            exit(1);                                                                                                   \
+        }                                                                                                              \
     } while (0)
 
 using floats = std::vector<float>;
@@ -24,17 +24,19 @@ inline bool same_bytes(const floats & a, const floats & b) {
     return a.size() == b.size() && memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
 }
 
-struct close_stage { void operator()(dgr_stage * s) const { dgr_stage_close(s); } };
+struct close_stage {
+    void operator()(dgr_stage * s) const { dgr_stage_close(s); }
+};
 using stage_ptr = std::unique_ptr<dgr_stage, close_stage>;
 
 inline dgr_stage_params small_params(int begin, int end) {
     dgr_stage_params p = dgr_stage_params_default();
-    p.layer_begin = begin;
-    p.layer_end   = end;
-    p.n_ctx       = 512;
-    p.n_batch     = 128;
-    p.n_ubatch    = 64;
-    p.n_seq_max   = 3;
+    p.layer_begin      = begin;
+    p.layer_end        = end;
+    p.n_ctx            = 512;
+    p.n_batch          = 128;
+    p.n_ubatch         = 64;
+    p.n_seq_max        = 3;
     return p;
 }
 
@@ -71,14 +73,14 @@ struct batch {
 
     int32_t run(const stage_ptr & stage) {
         const dgr_stage_info i = info(stage);
-        const bool tail = i.width_out == 0;
+        const bool tail        = i.width_out == 0;
         finite.assign(tokens.size(), 2);
         output.assign(tokens.size() * (tail ? i.n_vocab : i.width_out), -1.0f);
         std::vector<uint8_t> wanted = want;
         if (!tail) {
             wanted.assign(tokens.size(), 0);
         }
-        dgr_run run = {};
+        dgr_run run      = {};
         run.n_tokens     = (int32_t) tokens.size();
         run.tokens       = tokens.data();
         run.positions    = positions.data();

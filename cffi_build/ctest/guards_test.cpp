@@ -21,29 +21,44 @@ static void open_refused(const char * model, int32_t status, const char * part, 
 }
 
 static void parameters(const char * model) {
-    using P = dgr_stage_params;
+    using P         = dgr_stage_params;
     const int32_t A = DGR_ERR_ARGUMENT;
-    open_refused(model, A, "layers -1:4",  [](P & p) { p.layer_begin = -1; p.layer_end = 4; });
-    open_refused(model, A, "layers 7:7",   [](P & p) { p.layer_begin = 7;  p.layer_end = 7; });
-    open_refused(model, A, "layers 9:3",   [](P & p) { p.layer_begin = 9;  p.layer_end = 3; });
-    open_refused(model, A, "layers 40:44", [](P & p) { p.layer_begin = 40; p.layer_end = 44; });
-    open_refused(model, A, "layers 43:0",  [](P & p) { p.layer_begin = 43; });
-    open_refused(model, A, "n_ctx is 0",       [](P & p) { p.n_ctx = 0; });
-    open_refused(model, A, "n_ctx is",         [](P & p) { p.n_ctx = UINT32_MAX; });
-    open_refused(model, A, "n_seq_max is 0",   [](P & p) { p.n_seq_max = 0; });
+    open_refused(model, A, "layers -1:4", [](P & p) {
+        p.layer_begin = -1;
+        p.layer_end   = 4;
+    });
+    open_refused(model, A, "layers 7:7", [](P & p) {
+        p.layer_begin = 7;
+        p.layer_end   = 7;
+    });
+    open_refused(model, A, "layers 9:3", [](P & p) {
+        p.layer_begin = 9;
+        p.layer_end   = 3;
+    });
+    open_refused(model, A, "layers 40:44", [](P & p) {
+        p.layer_begin = 40;
+        p.layer_end   = 44;
+    });
+    open_refused(model, A, "layers 43:0", [](P & p) { p.layer_begin = 43; });
+    open_refused(model, A, "n_ctx is 0", [](P & p) { p.n_ctx = 0; });
+    open_refused(model, A, "n_ctx is", [](P & p) { p.n_ctx = UINT32_MAX; });
+    open_refused(model, A, "n_seq_max is 0", [](P & p) { p.n_seq_max = 0; });
     open_refused(model, A, "n_seq_max is 257", [](P & p) { p.n_seq_max = 257; });
-    open_refused(model, A, "n_ubatch is 31",   [](P & p) { p.n_ubatch = 31; });
-    open_refused(model, A, "n_ubatch is 64",   [](P & p) { p.n_batch = 63; });
-    open_refused(model, A, "n_batch is",       [](P & p) { p.n_batch = UINT32_MAX; });
-    open_refused(model, A, "n_threads is 0",   [](P & p) { p.n_threads = 0; });
+    open_refused(model, A, "n_ubatch is 31", [](P & p) { p.n_ubatch = 31; });
+    open_refused(model, A, "n_ubatch is 64", [](P & p) { p.n_batch = 63; });
+    open_refused(model, A, "n_batch is", [](P & p) { p.n_batch = UINT32_MAX; });
+    open_refused(model, A, "n_threads is 0", [](P & p) { p.n_threads = 0; });
     open_refused(model, A, "n_threads is 100000", [](P & p) { p.n_threads = 100000; });
-    open_refused(model, A, "type_k is 999",    [](P & p) { p.type_k = 999; });
-    open_refused(model, A, "type_k is 2",      [](P & p) { p.type_k = 2; });
-    open_refused(model, A, "flash attention",  [](P & p) { p.type_k = 8; p.flash_attn = false; });
+    open_refused(model, A, "type_k is 999", [](P & p) { p.type_k = 999; });
+    open_refused(model, A, "type_k is 2", [](P & p) { p.type_k = 2; });
+    open_refused(model, A, "flash attention", [](P & p) {
+        p.type_k     = 8;
+        p.flash_attn = false;
+    });
     open_refused("/nonexistent.gguf", DGR_ERR_LOAD, "/nonexistent.gguf", [](P &) {});
 
     dgr_stage_params p = small_params(0, 0);
-    dgr_stage * stage = nullptr;
+    dgr_stage * stage  = nullptr;
     CHECK(dgr_stage_open(nullptr, &p, &stage) == A);
     CHECK(dgr_stage_open(model, nullptr, &stage) == A);
     CHECK(dgr_stage_open(model, &p, nullptr) == A);
@@ -54,16 +69,16 @@ static void parameters(const char * model) {
 // More slots than tokens in a batch: llama.cpp asserts unless outputs are sized for both.
 static void more_slots_than_batch(const char * model) {
     dgr_stage_params p = small_params(0, 2);
-    p.n_ctx     = 256;
-    p.n_batch   = 32;
-    p.n_ubatch  = 32;
-    p.n_seq_max = 40;
+    p.n_ctx            = 256;
+    p.n_batch          = 32;
+    p.n_ubatch         = 32;
+    p.n_seq_max        = 40;
     CHECK(info(open(model, p)).n_seq_max == 40);
 }
 
 template <class Edit>
 static void run_refused(const stage_ptr & stage, int32_t status, const char * part, Edit && edit) {
-    const dgr_stage_info i = info(stage);
+    const dgr_stage_info i  = info(stage);
     const int32_t committed = position(stage, 1);
     batch b;
     for (int32_t k = 0; k < 4; ++k) {
@@ -80,7 +95,7 @@ static void run_refused(const stage_ptr & stage, int32_t status, const char * pa
 
 static void batches(const stage_ptr & stage) {
     const dgr_stage_info i = info(stage);
-    const int32_t A = DGR_ERR_ARGUMENT;
+    const int32_t A        = DGR_ERR_ARGUMENT;
     const float nan = std::numeric_limits<float>::quiet_NaN(), inf = std::numeric_limits<float>::infinity();
     const int32_t n_vocab = i.n_vocab, committed = position(stage, 1);
 
@@ -92,25 +107,28 @@ static void batches(const stage_ptr & stage) {
         }
         b.residual.assign((size_t) 129 * i.width_in, 0.25f);
     });
-    run_refused(stage, A, "token id -1",  [](batch & b) { b.tokens[2] = -1; });
-    run_refused(stage, A, "token id",     [&](batch & b) { b.tokens[0] = n_vocab; });
-    run_refused(stage, A, "slot is -1",   [](batch & b) { b.slots[0] = -1; });
-    run_refused(stage, A, "slot is 3",    [](batch & b) { b.slots[3] = 3; });
+    run_refused(stage, A, "token id -1", [](batch & b) { b.tokens[2] = -1; });
+    run_refused(stage, A, "token id", [&](batch & b) { b.tokens[0] = n_vocab; });
+    run_refused(stage, A, "slot is -1", [](batch & b) { b.slots[0] = -1; });
+    run_refused(stage, A, "slot is 3", [](batch & b) { b.slots[3] = 3; });
     run_refused(stage, A, "slot 0 at entry 2 follows slot 1", [](batch & b) { b.slots = { 1, 1, 0, 0 }; });
     run_refused(stage, A, "slot 0 at entry 2 follows slot 1", [&](batch & b) {
         b.slots     = { 0, 1, 0, 1 };
         b.positions = { 0, committed, 1, committed + 1 };
     });
-    run_refused(stage, A, "position",     [](batch & b) { b.positions[0] += 1; });
-    run_refused(stage, A, "position",     [](batch & b) { b.positions[3] -= 1; });
-    run_refused(stage, A, "position",     [](batch & b) { b.positions[1] = b.positions[0]; });
+    run_refused(stage, A, "position", [](batch & b) { b.positions[0] += 1; });
+    run_refused(stage, A, "position", [](batch & b) { b.positions[3] -= 1; });
+    run_refused(stage, A, "position", [](batch & b) { b.positions[1] = b.positions[0]; });
     run_refused(stage, A, "continues at", [](batch & b) { b.positions[0] = INT32_MAX; });
 
     if (i.width_in > 0) {
         run_refused(stage, A, "residual_in is NULL", [](batch & b) { b.residual.clear(); });
-        run_refused(stage, DGR_ERR_NON_FINITE, "holds nan: values must be finite", [&](batch & b) { b.residual[1] = nan; });
-        run_refused(stage, DGR_ERR_NON_FINITE, "holds -inf: values must be finite", [&](batch & b) { b.residual.back() = -inf; });
-        run_refused(stage, DGR_ERR_NON_FINITE, "at most 1e+15 in magnitude", [&](batch & b) { b.residual[0] = 1.1e15f; });
+        run_refused(
+            stage, DGR_ERR_NON_FINITE, "holds nan: values must be finite", [&](batch & b) { b.residual[1] = nan; });
+        run_refused(stage, DGR_ERR_NON_FINITE, "holds -inf: values must be finite",
+            [&](batch & b) { b.residual.back() = -inf; });
+        run_refused(
+            stage, DGR_ERR_NON_FINITE, "at most 1e+15 in magnitude", [&](batch & b) { b.residual[0] = 1.1e15f; });
     } else {
         run_refused(stage, A, "must be NULL", [](batch & b) { b.residual.assign(4, 0.0f); });
     }
@@ -123,7 +141,7 @@ static void wrong_outputs(const stage_ptr & head, const stage_ptr & tail) {
 
     dgr_run run = { 1, &token, &zero, &zero, &yes, nullptr, row.data(), row.data(), &finite };
     CHECK(dgr_stage_run(head.get(), &run) == DGR_ERR_ARGUMENT && message_has("only the stage that ends at 43"));
-    run.want_logits = &no;
+    run.want_logits  = &no;
     run.residual_out = nullptr;
     CHECK(dgr_stage_run(head.get(), &run) == DGR_ERR_ARGUMENT && message_has("residual_out is NULL"));
     run.row_finite = nullptr;
@@ -161,11 +179,11 @@ static void slots(const stage_ptr & stage) {
 }
 
 static void dry_run(const char * model) {
-    dgr_stage_params p = small_params(15, 29);
+    dgr_stage_params p        = small_params(15, 29);
     const dgr_stage_info real = info(open(model, p));
-    p.dry_run = true;
-    const stage_ptr stage = open(model, p);
-    const dgr_stage_info dry = info(stage);
+    p.dry_run                 = true;
+    const stage_ptr stage     = open(model, p);
+    const dgr_stage_info dry  = info(stage);
     CHECK(memcmp(&dry, &real, sizeof(dry)) == 0);
     run_refused(stage, DGR_ERR_ARGUMENT, "dry_run", [](batch &) {});
     dgr_state_summary f;
@@ -186,7 +204,7 @@ static void aborted(const char * model) {
 // From another thread, while tokens run.
 static void aborted_in_flight(const char * model) {
     pipeline whole(model, { 0, 43 }, small_params(0, 0));
-    const stage_ptr & stage = whole.stages[0];
+    const stage_ptr & stage   = whole.stages[0];
     std::atomic<bool> running = false;
     std::thread other([&] {
         while (!running) {
@@ -200,7 +218,7 @@ static void aborted_in_flight(const char * model) {
         for (int32_t i = 0, begin = position(stage, 2); i < 128; ++i) {
             b.add(2, begin + i, 5);
         }
-        status = b.run(stage);
+        status  = b.run(stage);
         running = true; // from here on one run follows another, until the abort comes
         if (status == DGR_ERR_FULL) {
             status = dgr_stage_clear(stage.get(), 2);

@@ -67,7 +67,7 @@ static void poison(const stage_ptr & stage, int32_t slot) {
 
 static void poison_stays_in_its_slot(const char * model, bool flash_attn) {
     dgr_stage_params p = small_params(0, 0);
-    p.flash_attn = flash_attn;
+    p.flash_attn       = flash_attn;
     pipeline clean(model, { 0, 1, 43 }, p);
     const floats expected = clean.prefill(0, 0, N_PROMPT, 64);
 
@@ -103,10 +103,10 @@ static void frontier_sees_a_poke(const char * model) {
     CHECK(before.components[DGR_CSA_RING].rows_min == 8 && before.components[DGR_HCA_RING].rows_min == 128);
 
     const int32_t layer = 4; // CSA
-    size_t row_bytes = 0;
+    size_t row_bytes    = 0;
     CHECK(dgr_probe_rows(stage.get(), DGR_CSA, layer, 1, 0, 0, nullptr, 0, &row_bytes) == DGR_OK);
     std::vector<uint8_t> row(row_bytes, 0x11);
-    CHECK(dgr_probe_poke(stage.get(), DGR_CSA, layer, 1, /*row =*/ 3, row.data(), row.size()) == DGR_OK);
+    CHECK(dgr_probe_poke(stage.get(), DGR_CSA, layer, 1, /*row =*/3, row.data(), row.size()) == DGR_OK);
     CHECK(dgr_stage_summary(stage.get(), 1, &after) == DGR_OK);
     for (int32_t c = 0; c < DGR_N_COMPONENTS; ++c) {
         const bool same = memcmp(&before.components[c], &after.components[c], sizeof(before.components[c])) == 0;

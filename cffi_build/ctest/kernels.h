@@ -29,8 +29,8 @@ struct randoms {
 
     uint64_t next() {
         uint64_t z = (state += 0x9E3779B97F4A7C15u);
-        z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
-        z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
+        z          = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
+        z          = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
         return z ^ (z >> 31);
     }
 
@@ -59,16 +59,22 @@ struct randoms {
         ints o(n);
         for (int64_t i = 0; i < n; ++i) {
             const int64_t j = below(i + 1);
-            o[i] = o[j];
-            o[j] = (int32_t) i;
+            o[i]            = o[j];
+            o[j]            = (int32_t) i;
         }
         return o;
     }
 };
 
-struct free_ggml    { void operator()(ggml_context        * c) const { ggml_free(c); } };
-struct free_backend { void operator()(ggml_backend        * b) const { ggml_backend_free(b); } };
-struct free_buffer  { void operator()(ggml_backend_buffer * b) const { ggml_backend_buffer_free(b); } };
+struct free_ggml {
+    void operator()(ggml_context * c) const { ggml_free(c); }
+};
+struct free_backend {
+    void operator()(ggml_backend * b) const { ggml_backend_free(b); }
+};
+struct free_buffer {
+    void operator()(ggml_backend_buffer * b) const { ggml_backend_buffer_free(b); }
+};
 
 [[noreturn]] inline void die(const char * what) {
     fprintf(stderr, "%s\n", what);
@@ -77,16 +83,19 @@ struct free_buffer  { void operator()(ggml_backend_buffer * b) const { ggml_back
 
 // How to compute.
 struct side {
-    bool exact   = true;
-    int  threads = 1;
-    bool repack  = false; // weights in the layout that native numerics choose for this CPU
+    bool exact  = true;
+    int threads = 1;
+    bool repack = false; // weights in the layout that native numerics choose for this CPU
 };
 
 // One graph with its inputs, computed as often as asked.
 class graph {
 public:
-    explicit graph(side s) : how(s), ctx(ggml_init({ 256*ggml_tensor_overhead() + ggml_graph_overhead(), nullptr, true })),
-                             weights_ctx(ggml_init({ 16*ggml_tensor_overhead(), nullptr, true })), backend(ggml_backend_cpu_init()) {
+    explicit graph(side s)
+        : how(s)
+        , ctx(ggml_init({ 256 * ggml_tensor_overhead() + ggml_graph_overhead(), nullptr, true }))
+        , weights_ctx(ggml_init({ 16 * ggml_tensor_overhead(), nullptr, true }))
+        , backend(ggml_backend_cpu_init()) {
         ggml_backend_cpu_set_n_threads(backend.get(), s.threads);
         ggml_backend_cpu_set_use_ref(backend.get(), s.exact);
     }
@@ -137,12 +146,13 @@ public:
 private:
     static ggml_backend_buffer_type_t repacked(ggml_tensor * op) {
         ggml_backend_dev_t device = ggml_backend_dev_by_type(GGML_BACKEND_DEVICE_TYPE_CPU);
-        const auto extra = (ggml_backend_dev_get_extra_bufts_t) ggml_backend_reg_get_proc_address(ggml_backend_dev_backend_reg(device), "ggml_backend_dev_get_extra_bufts");
+        const auto extra          = (ggml_backend_dev_get_extra_bufts_t) ggml_backend_reg_get_proc_address(
+            ggml_backend_dev_backend_reg(device), "ggml_backend_dev_get_extra_bufts");
         for (ggml_backend_buffer_type_t * types = extra ? extra(device) : nullptr; types && *types; ++types) {
             // the buffer of an operand decides whether the device supports the operation
             const std::unique_ptr<ggml_backend_buffer, free_buffer> probe(ggml_backend_buft_alloc_buffer(*types, 0));
             op->src[0]->buffer = probe.get();
-            const bool served = ggml_backend_dev_supports_op(device, op);
+            const bool served  = ggml_backend_dev_supports_op(device, op);
             op->src[0]->buffer = nullptr;
             if (served) {
                 return *types;
@@ -152,8 +162,8 @@ private:
     }
 
     side how;
-    std::unique_ptr<ggml_context, free_ggml>        ctx, weights_ctx;
-    std::unique_ptr<ggml_backend, free_backend>     backend;
+    std::unique_ptr<ggml_context, free_ggml> ctx, weights_ctx;
+    std::unique_ptr<ggml_backend, free_backend> backend;
     std::unique_ptr<ggml_backend_buffer, free_buffer> weights, buffer;
     std::vector<std::pair<ggml_tensor *, const void *>> inputs;
     ggml_tensor * result = nullptr;
@@ -161,12 +171,12 @@ private:
 };
 
 inline bytes quantised(ggml_type type, const floats & values, int64_t k) {
-    bytes data(ggml_row_size(type, k)*(values.size()/k));
+    bytes data(ggml_row_size(type, k) * (values.size() / k));
     if (type == GGML_TYPE_F32) {
         memcpy(data.data(), values.data(), data.size());
     } else {
         const floats importance(k, 1.0f); // some types cannot be made without
-        ggml_quantize_chunk(type, values.data(), data.data(), 0, (int64_t) values.size()/k, k, importance.data());
+        ggml_quantize_chunk(type, values.data(), data.data(), 0, (int64_t) values.size() / k, k, importance.data());
     }
     return data;
 }
@@ -174,7 +184,7 @@ inline bytes quantised(ggml_type type, const floats & values, int64_t k) {
 inline floats dequantised(ggml_type type, const bytes & data, int64_t n) {
     floats values(n);
     if (type == GGML_TYPE_F32) {
-        memcpy(values.data(), data.data(), n*sizeof(float));
+        memcpy(values.data(), data.data(), n * sizeof(float));
     } else {
         ggml_get_type_traits(type)->to_float(data.data(), values.data(), n);
     }
@@ -184,11 +194,15 @@ inline floats dequantised(ggml_type type, const bytes & data, int64_t n) {
 // Weights of `experts` matrices [m][k].
 struct weights {
     ggml_type type;
-    int64_t   m, k, experts;
-    bytes     data;
+    int64_t m, k, experts;
+    bytes data;
 
     weights(ggml_type t, int64_t rows, int64_t cols, int64_t n_experts, randoms & r)
-        : type(t), m(rows), k(cols), experts(n_experts), data(quantised(t, r.values(rows*cols*n_experts), cols)) {}
+        : type(t)
+        , m(rows)
+        , k(cols)
+        , experts(n_experts)
+        , data(quantised(t, r.values(rows * cols * n_experts), cols)) {}
 
     // The smallest run of elements along k that can be moved: several vectors of any kernel for float types.
     int64_t unit() const { return std::max<int64_t>(ggml_blck_size(type), 64); }
@@ -210,8 +224,8 @@ struct weights {
 private:
     template <typename T>
     void turn(T * p, int64_t size) const {
-        for (int64_t a = 0, b = k/unit() - 1; a < b; ++a, --b) {
-            std::swap_ranges(p + a*size, p + (a + 1)*size, p + b*size);
+        for (int64_t a = 0, b = k / unit() - 1; a < b; ++a, --b) {
+            std::swap_ranges(p + a * size, p + (a + 1) * size, p + b * size);
         }
     }
 };
@@ -224,14 +238,14 @@ struct layout {
 
 // Columns [n][k] times weights: [n][m].
 inline floats mul_mat(side s, const weights & w, const floats & columns, layout l = {}) {
-    const int64_t n = (int64_t) columns.size()/w.k, stride = w.k + l.padding;
-    floats spaced(n*stride, NAN);
+    const int64_t n = (int64_t) columns.size() / w.k, stride = w.k + l.padding;
+    floats spaced(n * stride, NAN);
     for (int64_t j = 0; j < n; ++j) {
-        std::copy_n(columns.begin() + j*w.k, w.k, spaced.begin() + j*stride);
+        std::copy_n(columns.begin() + j * w.k, w.k, spaced.begin() + j * stride);
     }
     graph g(s);
     ggml_tensor * a   = g.input(w.type, { w.k, w.m }, w.data.data(), true);
-    ggml_tensor * all = g.input(GGML_TYPE_F32, { stride, n/l.batch, l.batch }, spaced.data());
+    ggml_tensor * all = g.input(GGML_TYPE_F32, { stride, n / l.batch, l.batch }, spaced.data());
     ggml_tensor * b   = ggml_view_3d(g.context(), all, w.k, all->ne[1], all->ne[2], all->nb[1], all->nb[2], 0);
     if (!g.build(ggml_mul_mat(g.context(), a, b))) {
         return {};
@@ -241,7 +255,7 @@ inline floats mul_mat(side s, const weights & w, const floats & columns, layout 
 
 // Tokens [n][k] times the experts that `ids` [n][used] names for each: [n][used][m].
 inline floats mul_mat_id(side s, const weights & w, const floats & tokens, const ints & ids) {
-    const int64_t n = (int64_t) tokens.size()/w.k, used = (int64_t) ids.size()/n;
+    const int64_t n = (int64_t) tokens.size() / w.k, used = (int64_t) ids.size() / n;
     graph g(s);
     ggml_tensor * a = g.input(w.type, { w.k, w.m, w.experts }, w.data.data(), true);
     ggml_tensor * b = g.input(GGML_TYPE_F32, { w.k, 1, n }, tokens.data());
@@ -255,17 +269,23 @@ inline floats mul_mat_id(side s, const weights & w, const floats & tokens, const
 // Attention as V4 has it: one K head, which is V too, cells that a token sees or not, a sink for every head.
 struct attention {
     ggml_type type;
-    int64_t   dim, heads, cells;
-    floats    k;     // [cells][dim]
-    floats    sinks; // [heads]
+    int64_t dim, heads, cells;
+    floats k;     // [cells][dim]
+    floats sinks; // [heads]
 
-    attention(ggml_type t, int64_t d, int64_t h, int64_t c, randoms & r) : type(t), dim(d), heads(h), cells(c), k(r.values(d*c)), sinks(r.values(h)) {}
+    attention(ggml_type t, int64_t d, int64_t h, int64_t c, randoms & r)
+        : type(t)
+        , dim(d)
+        , heads(h)
+        , cells(c)
+        , k(r.values(d * c))
+        , sinks(r.values(h)) {}
 
     // q [n][heads][dim], seen [n][cells]: [n][heads][dim]
     floats run(side s, const floats & q, const std::vector<uint8_t> & seen) const {
-        const int64_t n = (int64_t) q.size()/(heads*dim);
-        const bytes   kv = quantised(type, k, dim);
-        std::vector<ggml_fp16_t> mask(n*cells);
+        const int64_t n = (int64_t) q.size() / (heads * dim);
+        const bytes kv  = quantised(type, k, dim);
+        std::vector<ggml_fp16_t> mask(n * cells);
         for (size_t i = 0; i < mask.size(); ++i) {
             mask[i] = ggml_fp32_to_fp16(seen[i] ? 0.0f : -INFINITY);
         }
@@ -273,7 +293,7 @@ struct attention {
         ggml_tensor * tq = ggml_permute(g.context(), g.input(GGML_TYPE_F32, { dim, heads, n }, q.data()), 0, 2, 1, 3);
         ggml_tensor * tk = g.input(type, { dim, cells, 1 }, kv.data());
         ggml_tensor * tm = g.input(GGML_TYPE_F16, { cells, n }, mask.data());
-        ggml_tensor * r  = ggml_flash_attn_ext(g.context(), tq, tk, tk, tm, 1.0f/std::sqrt((float) dim), 0.0f, 0.0f);
+        ggml_tensor * r  = ggml_flash_attn_ext(g.context(), tq, tk, tk, tm, 1.0f / std::sqrt((float) dim), 0.0f, 0.0f);
         ggml_flash_attn_ext_add_sinks(r, g.input(GGML_TYPE_F32, { heads }, sinks.data()));
         g.build(r);
         return g.run();

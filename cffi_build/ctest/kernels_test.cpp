@@ -22,46 +22,46 @@ void report(bool good, const std::string & what) {
 }
 
 bool same(const float * a, const float * b, int64_t n) {
-    return memcmp(a, b, n*sizeof(float)) == 0;
+    return memcmp(a, b, n * sizeof(float)) == 0;
 }
 
 // --- invariance -------------------------------------------------------------------------------------------------------
 
 // Some of 1 ... 67, with the counts at which a kernel of ours or upstream's changes its course.
-const int64_t COUNTS[] = { 1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 31, 33, 63, 64, 65, 67 };
+const int64_t COUNTS[]      = { 1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 31, 33, 63, 64, 65, 67 };
 constexpr int64_t N_COLUMNS = 67;
 
 floats pick(const floats & rows, int64_t size, const ints & which, int64_t n) {
-    floats out(n*size);
+    floats out(n * size);
     for (int64_t j = 0; j < n; ++j) {
-        std::copy_n(rows.begin() + which[j]*size, size, out.begin() + j*size);
+        std::copy_n(rows.begin() + which[j] * size, size, out.begin() + j * size);
     }
     return out;
 }
 
 // Whether every column of a batch is itself computed alone.
 bool products_agree(const weights & w, randoms & r) {
-    const floats columns = r.values(N_COLUMNS*w.k);
+    const floats columns = r.values(N_COLUMNS * w.k);
     floats alone;
     for (int64_t j = 0; j < N_COLUMNS; ++j) {
-        const floats column = mul_mat({}, w, { columns.begin() + j*w.k, columns.begin() + (j + 1)*w.k });
+        const floats column = mul_mat({}, w, { columns.begin() + j * w.k, columns.begin() + (j + 1) * w.k });
         alone.insert(alone.end(), column.begin(), column.end());
     }
     const auto agree = [&](side s, int64_t n, layout l) {
         const ints order = r.order(N_COLUMNS);
-        floats found = mul_mat(s, w, pick(columns, w.k, order, n), l);
+        floats found     = mul_mat(s, w, pick(columns, w.k, order, n), l);
         if (reorder_one && n > 1) {
             const floats column = mul_mat(s, w.reordered(), w.reordered(pick(columns, w.k, order, 1)));
             std::copy(column.begin(), column.end(), found.begin());
         }
         bool good = true;
         for (int64_t j = 0; j < n; ++j) {
-            good &= same(found.data() + j*w.m, alone.data() + order[j]*w.m, w.m);
+            good &= same(found.data() + j * w.m, alone.data() + order[j] * w.m, w.m);
         }
         return good;
     };
     for (const int64_t n : COUNTS) {
-        if (!agree({ true, 1 }, n, {}) || !agree({ true, 2 }, n, { r.below(3)*32, 1 })) {
+        if (!agree({ true, 1 }, n, {}) || !agree({ true, 2 }, n, { r.below(3) * 32, 1 })) {
             return false;
         }
     }
@@ -69,8 +69,8 @@ bool products_agree(const weights & w, randoms & r) {
 }
 
 bool experts_agree(const weights & w, randoms & r) {
-    const int64_t used = std::min<int64_t>(w.experts, 3);
-    const floats  tokens = r.values(N_COLUMNS*w.k);
+    const int64_t used  = std::min<int64_t>(w.experts, 3);
+    const floats tokens = r.values(N_COLUMNS * w.k);
     ints ids;
     for (int64_t j = 0; j < N_COLUMNS; ++j) {
         const ints order = r.order(w.experts);
@@ -78,23 +78,25 @@ bool experts_agree(const weights & w, randoms & r) {
     }
     floats alone;
     for (int64_t j = 0; j < N_COLUMNS; ++j) {
-        const floats one = mul_mat_id({}, w, { tokens.begin() + j*w.k, tokens.begin() + (j + 1)*w.k }, { ids.begin() + j*used, ids.begin() + (j + 1)*used });
+        const floats one = mul_mat_id({}, w, { tokens.begin() + j * w.k, tokens.begin() + (j + 1) * w.k },
+            { ids.begin() + j * used, ids.begin() + (j + 1) * used });
         alone.insert(alone.end(), one.begin(), one.end());
     }
     for (const int64_t n : COUNTS) {
         const ints order = r.order(N_COLUMNS);
         ints chosen;
         for (int64_t j = 0; j < n; ++j) {
-            chosen.insert(chosen.end(), ids.begin() + order[j]*used, ids.begin() + (order[j] + 1)*used);
+            chosen.insert(chosen.end(), ids.begin() + order[j] * used, ids.begin() + (order[j] + 1) * used);
         }
         const side s = { true, 1 + (int) (n % 2) };
         floats found = mul_mat_id(s, w, pick(tokens, w.k, order, n), chosen);
         if (reorder_one && n > 1) {
-            const floats one = mul_mat_id(s, w.reordered(), w.reordered(pick(tokens, w.k, order, 1)), { chosen.begin(), chosen.begin() + used });
+            const floats one = mul_mat_id(
+                s, w.reordered(), w.reordered(pick(tokens, w.k, order, 1)), { chosen.begin(), chosen.begin() + used });
             std::copy(one.begin(), one.end(), found.begin());
         }
         for (int64_t j = 0; j < n; ++j) {
-            if (!same(found.data() + j*used*w.m, alone.data() + order[j]*used*w.m, used*w.m)) {
+            if (!same(found.data() + j * used * w.m, alone.data() + order[j] * used * w.m, used * w.m)) {
                 return false;
             }
         }
@@ -103,20 +105,20 @@ bool experts_agree(const weights & w, randoms & r) {
 }
 
 bool attention_agrees(const attention & a, randoms & r) {
-    const int64_t row = a.heads*a.dim;
-    const floats  q   = r.values(N_COLUMNS*row);
-    std::vector<uint8_t> seen(N_COLUMNS*a.cells);
+    const int64_t row = a.heads * a.dim;
+    const floats q    = r.values(N_COLUMNS * row);
+    std::vector<uint8_t> seen(N_COLUMNS * a.cells);
     for (int64_t j = 0; j < N_COLUMNS; ++j) {
         const int64_t density = r.between(1, 4);
         for (int64_t c = 0; c < a.cells; ++c) {
-            seen[j*a.cells + c] = r.below(4) < density;
+            seen[j * a.cells + c] = r.below(4) < density;
         }
-        seen[j*a.cells + r.below(a.cells)] = 1;
+        seen[j * a.cells + r.below(a.cells)] = 1;
     }
     const auto mask = [&](const ints & which, int64_t n) {
         std::vector<uint8_t> m;
         for (int64_t j = 0; j < n; ++j) {
-            m.insert(m.end(), seen.begin() + which[j]*a.cells, seen.begin() + (which[j] + 1)*a.cells);
+            m.insert(m.end(), seen.begin() + which[j] * a.cells, seen.begin() + (which[j] + 1) * a.cells);
         }
         return m;
     };
@@ -128,34 +130,34 @@ bool attention_agrees(const attention & a, randoms & r) {
     for (const int64_t n : COUNTS) {
         const ints order = r.order(N_COLUMNS);
         const side s     = { true, 1 + (int) (n % 3) };
-        floats found = a.run(s, pick(q, row, order, n), mask(order, n));
+        floats found     = a.run(s, pick(q, row, order, n), mask(order, n));
         if (reorder_one && n > 1) {
             // the cells in reverse
-            attention other = a;
+            attention other        = a;
             std::vector<uint8_t> m = mask(order, 1);
             std::reverse(m.begin(), m.end());
             for (int64_t c = 0; c < a.cells; ++c) {
-                std::copy_n(a.k.begin() + c*a.dim, a.dim, other.k.end() - (c + 1)*a.dim);
+                std::copy_n(a.k.begin() + c * a.dim, a.dim, other.k.end() - (c + 1) * a.dim);
             }
             const floats one = other.run(s, pick(q, row, order, 1), m);
             std::copy(one.begin(), one.end(), found.begin());
         }
         for (int64_t j = 0; j < n; ++j) {
-            if (!same(found.data() + j*row, alone.data() + order[j]*row, row)) {
+            if (!same(found.data() + j * row, alone.data() + order[j] * row, row)) {
                 return false;
             }
         }
     }
     // cells that no token sees, anywhere between the others, change nothing
     attention wider = a;
-    wider.cells = a.cells + r.between(1, 300);
-    wider.k     = r.values(wider.cells*a.dim);
+    wider.cells     = a.cells + r.between(1, 300);
+    wider.k         = r.values(wider.cells * a.dim);
     std::vector<uint8_t> m(wider.cells, 0);
     ints places = r.order(wider.cells);
     std::sort(places.begin(), places.begin() + a.cells);
     for (int64_t c = 0; c < a.cells; ++c) {
         m[places[c]] = seen[c];
-        std::copy_n(a.k.begin() + c*a.dim, a.dim, wider.k.begin() + places[c]*a.dim);
+        std::copy_n(a.k.begin() + c * a.dim, a.dim, wider.k.begin() + places[c] * a.dim);
     }
     const floats one = wider.run({}, pick(q, row, { 0 }, 1), m);
     return same(one.data(), alone.data(), row);
@@ -166,10 +168,10 @@ bool attention_agrees(const attention & a, randoms & r) {
 double nmse(const floats & found, const std::vector<double> & truth) {
     double error = 0.0, power = 0.0;
     for (size_t i = 0; i < truth.size(); ++i) {
-        error += (found[i] - truth[i])*(found[i] - truth[i]);
-        power += truth[i]*truth[i];
+        error += (found[i] - truth[i]) * (found[i] - truth[i]);
+        power += truth[i] * truth[i];
     }
-    return error/power;
+    return error / power;
 }
 
 // The columns as the products see them: rounded to the type that goes with the weights'.
@@ -194,7 +196,7 @@ floats as_seen(ggml_type type, const floats & columns, int64_t k) {
         memcpy(&d, p, sizeof(d));
         memcpy(&h, p, sizeof(h));
         for (int64_t i = 0; i < n; ++i) {
-            values.push_back((seen == GGML_TYPE_Q8_1 ? ggml_fp16_to_fp32(h) : d)*(float) (int8_t) p[4 + i]);
+            values.push_back((seen == GGML_TYPE_Q8_1 ? ggml_fp16_to_fp32(h) : d) * (float) (int8_t) p[4 + i]);
         }
     }
     return values;
@@ -206,22 +208,23 @@ struct errors {
 };
 
 errors product_errors(const weights & w, int64_t n, randoms & r) {
-    const floats columns = r.values(n*w.k), a = dequantised(w.type, w.data, w.m*w.k), b = as_seen(w.type, columns, w.k);
-    std::vector<double> truth(n*w.m);
+    const floats columns = r.values(n * w.k), a = dequantised(w.type, w.data, w.m * w.k),
+                 b = as_seen(w.type, columns, w.k);
+    std::vector<double> truth(n * w.m);
     for (int64_t j = 0; j < n; ++j) {
         for (int64_t i = 0; i < w.m; ++i) {
             for (int64_t l = 0; l < w.k; ++l) {
-                truth[j*w.m + i] += (double) a[i*w.k + l]*b[j*w.k + l];
+                truth[j * w.m + i] += (double) a[i * w.k + l] * b[j * w.k + l];
             }
         }
     }
     floats one_by_one;
     for (int64_t j = 0; j < n; ++j) {
-        const floats column = mul_mat({ false }, w, { columns.begin() + j*w.k, columns.begin() + (j + 1)*w.k });
+        const floats column = mul_mat({ false }, w, { columns.begin() + j * w.k, columns.begin() + (j + 1) * w.k });
         one_by_one.insert(one_by_one.end(), column.begin(), column.end());
     }
     const floats repacked = mul_mat({ false, 1, true }, w, columns);
-    double upstream = std::max(nmse(one_by_one, truth), nmse(mul_mat({ false }, w, columns), truth));
+    double upstream       = std::max(nmse(one_by_one, truth), nmse(mul_mat({ false }, w, columns), truth));
     if (!repacked.empty()) {
         upstream = std::max(upstream, nmse(repacked, truth));
     }
@@ -229,29 +232,30 @@ errors product_errors(const weights & w, int64_t n, randoms & r) {
 }
 
 errors attention_errors(const attention & a, int64_t n, randoms & r) {
-    const floats  q = r.values(n*a.heads*a.dim), k = dequantised(a.type, quantised(a.type, a.k, a.dim), a.cells*a.dim);
-    std::vector<uint8_t> seen(n*a.cells);
+    const floats q = r.values(n * a.heads * a.dim),
+                 k = dequantised(a.type, quantised(a.type, a.k, a.dim), a.cells * a.dim);
+    std::vector<uint8_t> seen(n * a.cells);
     for (uint8_t & s : seen) {
         s = r.below(2);
     }
-    std::vector<double> truth(n*a.heads*a.dim);
-    for (int64_t row = 0; row < n*a.heads; ++row) {
+    std::vector<double> truth(n * a.heads * a.dim);
+    for (int64_t row = 0; row < n * a.heads; ++row) {
         std::vector<double> p(a.cells);
         double max = a.sinks[row % a.heads], sum = 0.0;
         for (int64_t c = 0; c < a.cells; ++c) {
             for (int64_t i = 0; i < a.dim; ++i) {
-                p[c] += (double) q[row*a.dim + i]*k[c*a.dim + i]/std::sqrt((double) a.dim);
+                p[c] += (double) q[row * a.dim + i] * k[c * a.dim + i] / std::sqrt((double) a.dim);
             }
-            max = seen[row/a.heads*a.cells + c] ? std::max(max, p[c]) : max;
+            max = seen[row / a.heads * a.cells + c] ? std::max(max, p[c]) : max;
         }
         for (int64_t c = 0; c < a.cells; ++c) {
-            p[c] = seen[row/a.heads*a.cells + c] ? std::exp(p[c] - max) : 0.0;
+            p[c] = seen[row / a.heads * a.cells + c] ? std::exp(p[c] - max) : 0.0;
             sum += p[c];
         }
         sum += std::exp(a.sinks[row % a.heads] - max);
         for (int64_t c = 0; c < a.cells; ++c) {
             for (int64_t i = 0; i < a.dim; ++i) {
-                truth[row*a.dim + i] += p[c]/sum*k[c*a.dim + i];
+                truth[row * a.dim + i] += p[c] / sum * k[c * a.dim + i];
             }
         }
     }
@@ -262,9 +266,29 @@ errors attention_errors(const attention & a, int64_t n, randoms & r) {
 
 // Types of published V4 files first, then every other that has a kernel or goes without.
 const ggml_type TYPES[] = {
-    GGML_TYPE_F32, GGML_TYPE_F16, GGML_TYPE_BF16, GGML_TYPE_Q8_0, GGML_TYPE_MXFP4, GGML_TYPE_Q4_K, GGML_TYPE_Q2_K, GGML_TYPE_Q6_K, GGML_TYPE_IQ2_XXS,
-    GGML_TYPE_Q3_K, GGML_TYPE_Q5_K, GGML_TYPE_Q4_0, GGML_TYPE_Q4_1, GGML_TYPE_Q5_0, GGML_TYPE_Q5_1, GGML_TYPE_IQ4_NL, GGML_TYPE_IQ4_XS, GGML_TYPE_IQ3_XXS,
-    GGML_TYPE_IQ3_S, GGML_TYPE_IQ2_XS, GGML_TYPE_IQ2_S, GGML_TYPE_IQ1_S, GGML_TYPE_IQ1_M,
+    GGML_TYPE_F32,
+    GGML_TYPE_F16,
+    GGML_TYPE_BF16,
+    GGML_TYPE_Q8_0,
+    GGML_TYPE_MXFP4,
+    GGML_TYPE_Q4_K,
+    GGML_TYPE_Q2_K,
+    GGML_TYPE_Q6_K,
+    GGML_TYPE_IQ2_XXS,
+    GGML_TYPE_Q3_K,
+    GGML_TYPE_Q5_K,
+    GGML_TYPE_Q4_0,
+    GGML_TYPE_Q4_1,
+    GGML_TYPE_Q5_0,
+    GGML_TYPE_Q5_1,
+    GGML_TYPE_IQ4_NL,
+    GGML_TYPE_IQ4_XS,
+    GGML_TYPE_IQ3_XXS,
+    GGML_TYPE_IQ3_S,
+    GGML_TYPE_IQ2_XS,
+    GGML_TYPE_IQ2_S,
+    GGML_TYPE_IQ1_S,
+    GGML_TYPE_IQ1_M,
 };
 const ggml_type K_TYPES[] = { GGML_TYPE_F16, GGML_TYPE_F32, GGML_TYPE_Q8_0 };
 
@@ -276,11 +300,11 @@ int64_t some_rows(randoms & r) {
 // Float types take every k; reordering needs three units.
 int64_t some_k(ggml_type type, randoms & r) {
     const int64_t block = ggml_blck_size(type), unit = std::max<int64_t>(block, 64);
-    return unit*(r.between(3, block == 256 ? 5 : 9) + (reorder_one ? 24 : 0)) + (block == 1 ? r.below(64) : 0);
+    return unit * (r.between(3, block == 256 ? 5 : 9) + (reorder_one ? 24 : 0)) + (block == 1 ? r.below(64) : 0);
 }
 
 bool invariant(ggml_type type, const char * op, int trial) {
-    randoms r = { (uint64_t) type*1000 + (uint64_t) trial + (strcmp(op, "mul_mat") ? 500 : 0) };
+    randoms r = { (uint64_t) type * 1000 + (uint64_t) trial + (strcmp(op, "mul_mat") ? 500 : 0) };
     if (!strcmp(op, "mul_mat")) {
         const int64_t k = some_k(type, r);
         return products_agree(weights(type, some_rows(r), k, 1, r), r);
@@ -303,7 +327,7 @@ bool order_shows(ggml_type type) {
 void check_invariance(const char * op, ggml_type type) {
     for (int trial = 0; trial < 2; ++trial) {
         const std::string name = std::string(op) + " " + ggml_type_name(type) + ", shape " + std::to_string(trial);
-        reorder_one = false;
+        reorder_one            = false;
         report(invariant(type, op, trial), name + ": bits depend on the batch");
         reorder_one = true;
         report(!order_shows(type) || !invariant(type, op, trial), name + ": a sum in another order is not found");
@@ -315,8 +339,8 @@ void check_invariance(const char * op, ggml_type type) {
 constexpr double NOISE = 1.05;
 
 void hold(const std::string & name, errors e) {
-    printf("%-32s exact %.2e   upstream %.2e   %.2f\n", name.c_str(), e.exact, e.upstream, e.exact/e.upstream);
-    report(e.exact <= NOISE*e.upstream, name + ": sums are worse than upstream's");
+    printf("%-32s exact %.2e   upstream %.2e   %.2f\n", name.c_str(), e.exact, e.upstream, e.exact / e.upstream);
+    report(e.exact <= NOISE * e.upstream, name + ": sums are worse than upstream's");
 }
 
 void check_accuracy() {
@@ -332,7 +356,9 @@ void check_accuracy() {
             for (const int64_t n : { 1, 64 }) {
                 randoms r = { (uint64_t) type };
                 const attention a(type, dim, 8, 700, r);
-                hold(std::string("attention ") + ggml_type_name(type) + " dim " + std::to_string(dim) + " n " + std::to_string(n), attention_errors(a, n, r));
+                hold(std::string("attention ") + ggml_type_name(type) + " dim " + std::to_string(dim) + " n " +
+                        std::to_string(n),
+                    attention_errors(a, n, r));
             }
         }
     }
@@ -343,7 +369,7 @@ void check_accuracy() {
 // With an argument only invariance: upstream's own reference kernels are worse than its tiled ones.
 int main(int argc, char **) {
     for (const ggml_type type : TYPES) {
-        check_invariance("mul_mat",    type);
+        check_invariance("mul_mat", type);
         check_invariance("mul_mat_id", type);
     }
     for (const ggml_type type : K_TYPES) {

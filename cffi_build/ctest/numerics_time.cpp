@@ -18,33 +18,34 @@ constexpr int32_t CHUNK = 512;
 double now() {
     timespec t;
     clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
-    return (double) t.tv_sec + 1e-9*(double) t.tv_nsec;
+    return (double) t.tv_sec + 1e-9 * (double) t.tv_nsec;
 }
 
 struct sample {
     int32_t position;
-    double  exact, native; // seconds a token
+    double exact, native; // seconds a token
 };
 
 double quantile(std::vector<double> v, double q) {
     std::sort(v.begin(), v.end());
-    const double at = q*(double) (v.size() - 1);
+    const double at = q * (double) (v.size() - 1);
     const size_t i  = (size_t) at;
-    return v[i] + (at - (double) i)*(v[std::min(i + 1, v.size() - 1)] - v[i]);
+    return v[i] + (at - (double) i) * (v[std::min(i + 1, v.size() - 1)] - v[i]);
 }
 
 void report(const char * what, const std::vector<sample> & samples, int32_t begin, int32_t end) {
     std::vector<double> ratios, exact, native;
     for (const sample & s : samples) {
         if (s.position >= begin && s.position < end) {
-            ratios.push_back(s.native/s.exact);
-            exact.push_back(1e3*s.exact);
-            native.push_back(1e3*s.native);
+            ratios.push_back(s.native / s.exact);
+            exact.push_back(1e3 * s.exact);
+            native.push_back(1e3 * s.native);
         }
     }
     if (!ratios.empty()) {
-        printf("%s %6d to %6d: %.3f (%.3f to %.3f), ms a token: exact %.2f, native %.2f, samples %zu\n", what, begin, end,
-            quantile(ratios, 0.5), quantile(ratios, 0.25), quantile(ratios, 0.75), quantile(exact, 0.5), quantile(native, 0.5), ratios.size());
+        printf("%s %6d to %6d: %.3f (%.3f to %.3f), ms a token: exact %.2f, native %.2f, samples %zu\n", what, begin,
+            end, quantile(ratios, 0.5), quantile(ratios, 0.25), quantile(ratios, 0.75), quantile(exact, 0.5),
+            quantile(native, 0.5), ratios.size());
         fflush(stdout);
     }
 }
@@ -54,12 +55,12 @@ public:
     pair(const char * model, int32_t length) {
         for (const bool exact : { true, false }) {
             dgr_stage_params p = dgr_stage_params_default();
-            p.n_ctx     = length;
-            p.n_batch   = CHUNK;
-            p.n_ubatch  = CHUNK;
-            p.n_seq_max = 1;
-            p.n_threads = 1;
-            p.exact     = exact;
+            p.n_ctx            = length;
+            p.n_batch          = CHUNK;
+            p.n_ubatch         = CHUNK;
+            p.n_seq_max        = 1;
+            p.n_threads        = 1;
+            p.exact            = exact;
             stages.push_back(open(model, p));
         }
     }
@@ -75,7 +76,7 @@ public:
             }
             const double began = now();
             CHECK(b.run(stage) == DGR_OK);
-            (native ? s.native : s.exact) = (now() - began)/(end - begin);
+            (native ? s.native : s.exact) = (now() - began) / (end - begin);
         }
         return s;
     }
@@ -97,7 +98,8 @@ int main(int argc, char ** argv) {
         fprintf(stderr, "usage: numerics_time MODEL LENGTH [ROUNDS [DECODED]]\n");
         return 2;
     }
-    const int32_t length = atoi(argv[2]), rounds = argc > 3 ? atoi(argv[3]) : 3, decoded = argc > 4 ? atoi(argv[4]) : 64;
+    const int32_t length = atoi(argv[2]), rounds = argc > 3 ? atoi(argv[3]) : 3,
+                  decoded = argc > 4 ? atoi(argv[4]) : 64;
     pair sides(argv[1], length + decoded + 1);
     std::vector<sample> prefill, first, last;
     for (int32_t i = 0; i <= decoded; ++i) {
@@ -110,12 +112,12 @@ int main(int argc, char ** argv) {
     for (int32_t round = 0; round < rounds; ++round) {
         sides.clear();
         for (int32_t begin = 0; begin < length; begin += CHUNK) {
-            prefill.push_back(sides.run(begin, std::min(begin + CHUNK, length), (begin/CHUNK + round) % 2));
+            prefill.push_back(sides.run(begin, std::min(begin + CHUNK, length), (begin / CHUNK + round) % 2));
         }
     }
     report("prefill", prefill, 0, CHUNK);
     for (int32_t begin = CHUNK; begin < length; begin *= 2) {
-        report("prefill", prefill, begin, 2*begin);
+        report("prefill", prefill, begin, 2 * begin);
     }
     for (int32_t i = length; i < length + decoded; ++i) {
         last.push_back(sides.run(i, i + 1, i % 2));

@@ -9,8 +9,8 @@ static const int N_PROMPT = 200;
 static void cuts_and_chunks(const char * model, const floats & whole) {
     const std::vector<std::vector<int>> splits = {
         { 0, 15, 29, 43 },
-        { 0, 1, 2, 43 },         // cuts inside the hash layers, a head without CSA and HCA layers
-        { 0, 2, 3, 4, 42, 43 },  // 2:3 has only a CSA layer, 3:4 only an HCA layer, 42:43 is a tail of one layer
+        { 0, 1, 2, 43 },        // cuts inside the hash layers, a head without CSA and HCA layers
+        { 0, 2, 3, 4, 42, 43 }, // 2:3 has only a CSA layer, 3:4 only an HCA layer, 42:43 is a tail of one layer
     };
     for (const auto & cuts : splits) {
         for (const int chunk : { 128, 5, 1 }) {
@@ -44,8 +44,8 @@ static void batch_companions(const char * model, const floats & whole) {
 
 static void threads(const char * model, const floats & whole) {
     dgr_stage_params p = small_params(0, 0);
-    p.n_threads = 2;
-    dgr_stage * stage = nullptr;
+    p.n_threads        = 2;
+    dgr_stage * stage  = nullptr;
     if (dgr_stage_open(model, &p, &stage) == DGR_ERR_ARGUMENT) {
         printf("skipped: a second thread needs a second CPU\n");
         return;
@@ -56,20 +56,20 @@ static void threads(const char * model, const floats & whole) {
 
 static void native(const char * model) {
     dgr_stage_params p = small_params(0, 0);
-    p.exact = false;
+    p.exact            = false;
     const floats whole = pipeline(model, { 0, 43 }, p).prefill(0, 0, N_PROMPT, 64);
     CHECK(same_bytes(pipeline(model, { 0, 2, 30, 43 }, p).prefill(0, 0, N_PROMPT, 64), whole));
 }
 
 static void mapped(const char * model, const floats & whole) {
     dgr_stage_params p = small_params(0, 0);
-    p.use_mmap = true;
+    p.use_mmap         = true;
     CHECK(same_bytes(pipeline(model, { 0, 22, 43 }, p).prefill(0, 0, N_PROMPT, 128), whole));
 }
 
 // The checks above would pass on a stage that ignored its input: these must differ.
 static void mutants(const char * model, const floats & whole) {
-    const int n = 64;
+    const int n           = 64;
     const auto last_stage = [&](const std::vector<int> & cuts, auto && damage) {
         pipeline split(model, cuts, small_params(0, 0));
         const dgr_stage_info tail = info(split.stages.back());
@@ -89,9 +89,9 @@ static void mutants(const char * model, const floats & whole) {
         const size_t width = b.residual.size() / n;
         std::copy_n(b.residual.begin(), width, b.residual.begin() + width);
     };
-    CHECK( last_stage({ 0, 1, 43 }, nothing));
+    CHECK(last_stage({ 0, 1, 43 }, nothing));
     CHECK(!last_stage({ 0, 1, 43 }, swap_ids)); // layers 1 and 2 route by token id
-    CHECK( last_stage({ 0, 3, 43 }, swap_ids)); // no layer from 3 on does
+    CHECK(last_stage({ 0, 3, 43 }, swap_ids));  // no layer from 3 on does
     CHECK(!last_stage({ 0, 3, 43 }, stale_row));
 }
 

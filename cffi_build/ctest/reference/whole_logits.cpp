@@ -30,21 +30,21 @@ int main(int argc, char ** argv) {
 
     llama_backend_init();
     llama_model_params mp = llama_model_default_params();
-    mp.load_mode = LLAMA_LOAD_MODE_NONE;
-    llama_model * model = llama_model_load_from_file(argv[1], mp);
+    mp.load_mode          = LLAMA_LOAD_MODE_NONE;
+    llama_model * model   = llama_model_load_from_file(argv[1], mp);
     need(model, "the model does not load");
 
     llama_context_params cp = llama_context_default_params();
-    cp.n_ctx           = atoi(argv[8]);
-    cp.n_batch         = chunk > atoi(argv[9]) ? chunk : atoi(argv[9]);
-    cp.n_ubatch        = atoi(argv[9]);
-    cp.n_threads       = atoi(argv[5]);
-    cp.n_threads_batch = cp.n_threads;
-    cp.flash_attn_type = atoi(argv[6]) ? LLAMA_FLASH_ATTN_TYPE_ENABLED : LLAMA_FLASH_ATTN_TYPE_DISABLED;
-    cp.type_k          = strcmp(argv[7], "f32") == 0 ? GGML_TYPE_F32 : GGML_TYPE_F16;
-    cp.type_v          = cp.type_k;
-    cp.swa_full        = false;
-    llama_context * ctx = llama_init_from_model(model, cp);
+    cp.n_ctx                = atoi(argv[8]);
+    cp.n_batch              = chunk > atoi(argv[9]) ? chunk : atoi(argv[9]);
+    cp.n_ubatch             = atoi(argv[9]);
+    cp.n_threads            = atoi(argv[5]);
+    cp.n_threads_batch      = cp.n_threads;
+    cp.flash_attn_type      = atoi(argv[6]) ? LLAMA_FLASH_ATTN_TYPE_ENABLED : LLAMA_FLASH_ATTN_TYPE_DISABLED;
+    cp.type_k               = strcmp(argv[7], "f32") == 0 ? GGML_TYPE_F32 : GGML_TYPE_F16;
+    cp.type_v               = cp.type_k;
+    cp.swa_full             = false;
+    llama_context * ctx     = llama_init_from_model(model, cp);
     need(ctx, "the context does not fit");
 
     std::ofstream out(argv[3], std::ios::binary);
@@ -53,7 +53,7 @@ int main(int argc, char ** argv) {
     for (size_t at = 0; at < tokens.size(); at += chunk) {
         batch.n_tokens = 0;
         for (size_t i = at; i < tokens.size() && i < at + chunk; ++i) {
-            const int k = batch.n_tokens++;
+            const int k        = batch.n_tokens++;
             batch.token[k]     = tokens[i];
             batch.pos[k]       = (llama_pos) i;
             batch.n_seq_id[k]  = 1;
