@@ -12,3 +12,21 @@
 #   verdicts        checks and goals                         quartiles   medians, lines, percentiles
 #   subjects        who runs a prompt                        llama_bench  upstream's binary and its JSON
 #   environment     what a result carries of its machine
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+__all__ = ["main"]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code; 130 when interrupted, while it is still being loaded too."""
+    try:
+        from dgr_bench.cli import main as run
+    except KeyboardInterrupt:
+        if sys.stderr is not None:  # closed, as some starters of daemons do
+            print("dgr-bench: interrupted", file=sys.stderr)
+        return 130
+    return run(argv)

@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
+import dgr_bench.compare as compare
+import dgr_bench.describe as describe
 from dgr.cli.exit_codes import run_command
 from dgr.errors import InputError
 from dgr.text import utf8
-from dgr_bench import compare, describe
 from dgr_bench.certify import command as certify
 from dgr_bench.certify import real_model, verify
 from dgr_bench.drill import command as drill

@@ -18,7 +18,6 @@ import msgspec
 import trio
 from attrs import frozen
 
-import dgr_bench
 from dgr.core.values import ContextParams
 from dgr.errors import EngineError, InputError
 
@@ -160,7 +159,7 @@ def find_llama_bench(given: Path | None) -> Path:
         if found is None:
             raise InputError(f"--llama-bench {given} is not a program that can be run; give the path of the binary")
         return Path(found)
-    checkout = Path(dgr_bench.__file__).resolve().parents[2]
+    checkout = Path(__file__).resolve().parents[2]
     if not (checkout / _SCRIPT).is_file():
         raise InputError(
             f"llama-bench is built from a checkout of dgr, and {_SCRIPT} is not beside the installed package; run"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
-from dgr.core.outputs import write_file
+from dgr.core.files.outputs import write_file
 from dgr.errors import InputError
 
 if TYPE_CHECKING:

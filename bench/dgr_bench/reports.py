@@ -7,7 +7,7 @@ from pathlib import Path
 
 from attrs import frozen
 
-from dgr.core.outputs import write_file
+from dgr.core.files.outputs import write_file
 from dgr_bench.plots import Plot, draw
 from dgr_bench.results import Result
 from dgr_bench.verdicts import Check

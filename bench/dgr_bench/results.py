@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from dgr.core.outputs import write_file
+from dgr.core.files.outputs import write_file
 from dgr.errors import InputError
 from dgr_bench.environment import Environment, Load, environment, load_now
 from dgr_bench.verdicts import Check

@@ -11,9 +11,9 @@ from dgr.artifact.artifact import Artifact
 from dgr.artifact.digests import Progress, new_digest
 from dgr.artifact.manifest import Manifest, encode_manifest
 from dgr.artifact.slice_metadata import LAYER_BEGIN, LAYER_END, MANIFEST_KEY, PARENT_KEY
-from dgr.core.outputs import writing
+from dgr.core.files.outputs import writing
+from dgr.core.files.targets import Target, find_target
 from dgr.core.route import LayerRange
-from dgr.core.targets import Target, find_target
 from dgr.errors import ArtifactError
 from dgr.gguf.reader import MetaValue, ValueType
 from dgr.gguf.types import GgmlType
@@ -42,7 +42,7 @@ class SliceSummary:
 def write_slice(
     artifact: Artifact, layers: LayerRange, path: str | os.PathLike[str] | Target, progress: Progress | None = None
 ) -> SliceSummary:
-    """Write what a stage of ``layers`` needs to ``path``, as :func:`dgr.core.outputs.writing` writes.
+    """Write what a stage of ``layers`` needs to ``path``, as :func:`dgr.core.files.outputs.writing` writes.
 
     All metadata stays as it is. The weights are held against the manifest as they are copied. ``progress`` is called for
     the copy; make the manifest first (:meth:`Artifact.manifest`) to see the progress of that.

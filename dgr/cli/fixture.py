@@ -9,7 +9,7 @@ import attrs
 
 from dgr.cli.progress import progress_bar
 from dgr.cli.streams import print_json
-from dgr.core.targets import find_target, not_writable
+from dgr.core.files.targets import find_target, not_writable
 from dgr.selftest.fixture import PRESETS, WEIGHTS, write_fixture
 
 __all__ = ["register", "run"]

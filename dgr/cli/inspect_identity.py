@@ -14,9 +14,9 @@ from dgr.cli.progress import progress_bar
 from dgr.cli.streams import json_line, print_json
 from dgr.cli.summary import print_beside
 from dgr.cli.tables import layer_runs, render_table
-from dgr.core.outputs import write_file
+from dgr.core.files.outputs import write_file
+from dgr.core.files.targets import find_target
 from dgr.core.route import LayerRange
-from dgr.core.targets import find_target
 from dgr.engine.llama import ADAPTER
 from dgr.engine.native import build_info, kernel_fingerprint, runtime_version
 from dgr.errors import ArtifactError

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dgr.cli.streams import print_json
-from dgr.core.inputs import read_whole
-from dgr.core.outputs import NewFile, write_new_files
+from dgr.core.files.inputs import read_whole
+from dgr.core.files.outputs import NewFile, write_new_files
 from dgr.errors import InputError
 from dgr.wire.tcp import check_private_key
 

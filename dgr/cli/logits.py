@@ -15,9 +15,9 @@ from dgr.cli.progress import Activity, progress_bar
 from dgr.cli.streams import json_line
 from dgr.cli.summary import print_beside
 from dgr.cluster.local import open_pipeline
-from dgr.core.inputs import MOST_TEXT_BYTES, read_whole
-from dgr.core.outputs import writing
-from dgr.core.targets import Target, find_target
+from dgr.core.files.inputs import MOST_TEXT_BYTES, read_whole
+from dgr.core.files.outputs import writing
+from dgr.core.files.targets import Target, find_target
 from dgr.errors import InputError, WireError
 
 __all__ = ["read_tokens", "register", "run"]

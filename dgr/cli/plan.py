@@ -12,9 +12,9 @@ from dgr.cli.progress import progress_bar
 from dgr.cli.streams import print_json
 from dgr.cli.tables import render_table
 from dgr.cluster.route_file import RouteFile, format_route_file
-from dgr.core.outputs import write_file
+from dgr.core.files.outputs import write_file
+from dgr.core.files.targets import find_target
 from dgr.core.route import LayerRange, Route, StageRef
-from dgr.core.targets import find_target
 from dgr.core.units import human_bytes
 from dgr.core.values import ContextParams, Numerics
 from dgr.engine.budget import parse_budget

@@ -12,8 +12,8 @@ from dgr.artifact.slicing import write_slice
 from dgr.cli.progress import progress_bar
 from dgr.cli.streams import json_line
 from dgr.cli.summary import print_beside
+from dgr.core.files.targets import find_target
 from dgr.core.route import LayerRange
-from dgr.core.targets import find_target
 from dgr.core.units import human_bytes
 
 __all__ = ["register", "run"]

@@ -15,7 +15,7 @@ from typing import Any, TextIO
 
 import trio
 
-from dgr.core.inputs import MOST_TEXT_BYTES, too_long
+from dgr.core.files.inputs import MOST_TEXT_BYTES, too_long
 from dgr.errors import InputError
 from dgr.text import printable, utf8
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from dgr.core.targets import Target
+from dgr.core.files.targets import Target
 
 __all__ = ["print_beside"]
 

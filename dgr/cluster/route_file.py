@@ -12,7 +12,7 @@ from typing import Any
 
 from attrs import field, frozen
 
-from dgr.core.inputs import read_whole
+from dgr.core.files.inputs import read_whole
 from dgr.core.mtp import refuse_names
 from dgr.core.route import LayerRange, Route, StageRef
 from dgr.errors import InputError, InvalidLayerRange, InvalidRoute

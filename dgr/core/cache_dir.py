@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 
-from dgr.core.outputs import write_file
+from dgr.core.files.outputs import write_file
 from dgr.errors import InputError
 
 __all__ = ["cache_dir", "keep", "one_at_a_time"]

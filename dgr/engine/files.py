@@ -19,7 +19,7 @@ from typing import Any
 
 from dgr.artifact.artifact import Artifact
 from dgr.artifact.parts import SPLIT_COUNT, SPLIT_NO, SPLIT_TENSORS, part_name
-from dgr.core.outputs import removed_on_signals
+from dgr.core.files.outputs import removed_on_signals
 from dgr.core.route import LayerRange
 from dgr.engine.address_space import check_address_space
 from dgr.engine.native import Native

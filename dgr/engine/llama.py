@@ -332,9 +332,9 @@ class LlamaEngine(NativeHandle):
         if row.nbytes != row_bytes:
             raise InputError(f"a row of logits has {row.nbytes} bytes; it must have {row_bytes}, n_vocab float32")
         p = ffi.new("dgr_sample_params *")
-        p.temperature, p.top_k, p.top_p, p.min_p = params.temperature, params.top_k, params.top_p, params.min_p
-        p.repeat_penalty, p.frequency_penalty = params.repeat_penalty, params.frequency_penalty
-        p.presence_penalty, p.penalty_last_n = params.presence_penalty, params.penalty_last_n
+        for name, _ in ffi.typeof("dgr_sample_params").fields:
+            if name in SamplingParams.__struct_fields__:
+                setattr(p, name, getattr(params, name))
         p.seed = draw_seed(params.seed, len(history), params.choice)
         p.n_top = n_top = params.top_logprobs
         token = ffi.new("int32_t *")

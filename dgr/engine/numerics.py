@@ -12,8 +12,8 @@ from pathlib import Path
 import msgspec
 
 from dgr.core.cache_dir import cache_dir
-from dgr.core.outputs import write_file
-from dgr.core.targets import Target, find_target
+from dgr.core.files.outputs import write_file
+from dgr.core.files.targets import Target, find_target
 from dgr.engine.native import kernel_fingerprint
 from dgr.errors import InputError, NumericsRefused
 

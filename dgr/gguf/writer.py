@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from attrs import frozen
 
-from dgr.core.outputs import writing
+from dgr.core.files.outputs import writing
 from dgr.errors import InputError
 from dgr.gguf.reader import (
     ALIGNMENT_KEY,

@@ -20,7 +20,11 @@ from dgr.errors import InputError
 __all__ = ["check_sampling", "sampling_problem"]
 
 _FIELD = re.compile(r"\$\[(\d+)\]")
-_FLOATS = ("temperature", "top_p", "min_p", "repeat_penalty", "frequency_penalty", "presence_penalty")
+_FLOATS = frozenset(
+    field.name
+    for field in msgspec.structs.fields(SamplingParams)
+    if isinstance(msgspec.inspect.type_info(field.type), msgspec.inspect.FloatType)
+)
 #: Field -> least, whether least itself is refused, most, and the value that turns it off.
 _RANGES = {
     "temperature": (0.0, False, math.inf, 0.0),

@@ -30,8 +30,8 @@ sys.exit(main(["--help"]))
         ("dgr.cli", "trio"),
         ("dgr.cli", "dgr.core.values"),
         ("dgr.cli", "dgr.engine.native"),
-        ("dgr_bench.__main__", "dgr_bench.cli"),
-        ("dgr_bench.__main__", "trio"),
+        ("dgr_bench", "dgr_bench.cli"),
+        ("dgr_bench", "trio"),
     ],
 )
 def test_an_interrupt_while_loading_is_one_line(entry: str, module: str) -> None:

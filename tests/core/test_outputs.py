@@ -18,9 +18,9 @@ from pathlib import Path
 
 import pytest
 
-from dgr.core import outputs
-from dgr.core.outputs import NewFile, removed_on_signals, write_file, write_new_files, writing
-from dgr.core.targets import find_target
+from dgr.core.files import outputs
+from dgr.core.files.outputs import NewFile, removed_on_signals, write_file, write_new_files, writing
+from dgr.core.files.targets import find_target
 from dgr.errors import InputError
 from dgr.testing.limits import limited_files
 
@@ -238,7 +238,7 @@ def test_a_file_that_is_mounted_by_itself_is_refused(tmp_path: Path, monkeypatch
 
 KILLED = """
 import os, signal, sys
-from dgr.core.outputs import writing
+from dgr.core.files.outputs import writing
 {before}
 with writing(sys.argv[1]) as out:
     out.write(bytes(100_000))

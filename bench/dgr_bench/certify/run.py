@@ -42,7 +42,7 @@ from dgr import (
 )
 from dgr.cli.options import link_policy_of
 from dgr.cluster.route_file import RouteFile, read_route_file
-from dgr.core.outputs import write_file
+from dgr.core.files.outputs import write_file
 from dgr.core.route import parse_split
 from dgr.errors import InputError
 from dgr.selftest.fixture.cached import cached_fixture

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from dgr.core.inputs import read_whole
+from dgr.core.files.inputs import read_whole
 from dgr.errors import InputError
 from dgr.serving.api.errors import ApiError
 from dgr.wire.tcp import is_loopback

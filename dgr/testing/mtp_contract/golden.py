@@ -14,8 +14,8 @@ from typing import Any
 
 import msgspec
 
+from dgr.core.files.outputs import write_file
 from dgr.core.mtp import CONTRACT
-from dgr.core.outputs import write_file
 from dgr.core.values import Key, SamplingParams
 from dgr.testing.mtp_contract.episodes import EPISODES, ROUTE_ID, border_grid
 from dgr.testing.mtp_contract.messages import (

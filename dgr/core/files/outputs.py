@@ -3,7 +3,7 @@
 The new content goes into a temporary file beside the target, is brought to the disk, and takes the target's name in one
 step. A writer that fails, or is told to end, leaves the target as it was and nothing beside it. One that was killed leaves
 ``.NAME.HOST-PID-RANDOM.part``, which the next writer into that folder removes. Two writers never share a file: the last
-one to finish wins, whole. What may be written to, and what is written into as it is: :mod:`dgr.core.targets`.
+one to finish wins, whole. What may be written to, and what is written into as it is: :mod:`dgr.core.files.targets`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Any, BinaryIO
 import psutil
 from attrs import frozen
 
-from dgr.core.targets import Target, find_target, not_writable
+from dgr.core.files.targets import Target, find_target, not_writable
 
 __all__ = ["NewFile", "removed_on_signals", "write_file", "write_new_files", "writing"]
 
