@@ -14,8 +14,9 @@ import struct
 import time
 
 from dgr import ContextParams, LayerRange, LlamaEngine, Numerics, SamplingParams
-from dgr.engine.base import LogitsWanted, Work
-from dgr.testing.models import cached_fixture
+from dgr.core.values import LogitsWanted
+from dgr.engine.base import Work
+from dgr.selftest.fixture import cached_fixture
 
 MODEL = cached_fixture("mixed", preset="big")
 CONTEXT = ContextParams(n_ctx=512, numerics=Numerics.NATIVE)
