@@ -33,6 +33,7 @@ from dgr.engine.llama import LlamaEngine
 from dgr.engine.native import kernel_fingerprint
 from dgr.artifact import digests
 from dgr.core.route import LayerRange
+from dgr.core.values import ContextParams
 
 digests._SETTLED = -1.0  # digests are kept however young the file is
 
