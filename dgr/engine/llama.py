@@ -333,7 +333,7 @@ class LlamaEngine(NativeHandle):
             raise InputError(f"a row of logits has {row.nbytes} bytes; it must have {row_bytes}, n_vocab float32")
         p = ffi.new("dgr_sample_params *")
         for name, _ in ffi.typeof("dgr_sample_params").fields:
-            if name in SamplingParams.__struct_fields__:
+            if name in SamplingParams.__struct_fields__ and name != "seed":  # of which a draw has its own
                 setattr(p, name, getattr(params, name))
         p.seed = draw_seed(params.seed, len(history), params.choice)
         p.n_top = n_top = params.top_logprobs

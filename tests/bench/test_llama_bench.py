@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from attrs import evolve
 
-import dgr_bench
 from dgr import ContextParams
 from dgr.engine.native import build_info
 from dgr.errors import EngineError, InputError
 from dgr.selftest.fixture.cached import cached_fixture
+from dgr_bench import llama_bench
 from dgr_bench.llama_bench import LlamaBench, find_llama_bench, parse_samples
 
 #: What a real one printed, on a fixture model.
@@ -114,7 +114,7 @@ def test_a_binary_that_was_named(tmp_path: Path) -> None:
 
 
 def test_outside_a_checkout_a_binary_must_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dgr_bench, "__file__", str(tmp_path / "bench" / "dgr_bench" / "__init__.py"))
+    monkeypatch.setattr(llama_bench, "__file__", str(tmp_path / "bench" / "dgr_bench" / "llama_bench.py"))
     with pytest.raises(InputError, match=r"checkout of dgr.*name what it prints with --llama-bench"):
         find_llama_bench(None)
 
@@ -122,7 +122,7 @@ def test_outside_a_checkout_a_binary_must_be_named(tmp_path: Path, monkeypatch: 
 def test_a_build_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "cffi_build").mkdir()
     (tmp_path / "cffi_build" / "llama_cpp.py").write_text("raise SystemExit(7)")
-    monkeypatch.setattr(dgr_bench, "__file__", str(tmp_path / "bench" / "dgr_bench" / "__init__.py"))
+    monkeypatch.setattr(llama_bench, "__file__", str(tmp_path / "bench" / "dgr_bench" / "llama_bench.py"))
     with pytest.raises(InputError, match="could not be built, exit status 7"):
         find_llama_bench(None)
 

@@ -73,6 +73,13 @@ def test_a_draw_looks_at_what_its_penalties_look_at(
     assert drawn == engine.sample(logits, list(ids), params) == engine.sample(logits, ids, params)
 
 
+@pytest.mark.parametrize("seed", [0, 2**32 - 1, 2**32, 2**63 - 1])
+@pytest.mark.parametrize("choice", [0, 2**32 - 1])
+def test_a_seed_of_any_size_is_taken(engine: LlamaEngine, logits: bytes, seed: int, choice: int) -> None:
+    params = SamplingParams(temperature=1.0, seed=seed, choice=choice)
+    assert engine.sample(logits, [1, 2], params) == engine.sample(logits, [1, 2], params)
+
+
 def test_penalties_do_change_what_is_drawn(engine: LlamaEngine, logits: bytes) -> None:
     token, _ = engine.sample(logits, [], SamplingParams())
     again, _ = engine.sample(logits, [token], SamplingParams(repeat_penalty=100.0, frequency_penalty=100.0))
