@@ -13,7 +13,8 @@ import attrs
 import msgspec
 import trio
 
-from dgr.cli.options import add_link_arguments, add_model_arguments, context_of, link_policy_of
+from dgr.cli.options import add_link_arguments, add_model_arguments, link_policy_of
+from dgr.cli.pipelines import add_route_argument, open_local, route_of
 from dgr.cli.progress import Activity, progress_bar, say_above
 from dgr.cli.streams import print_json, read_prompt
 from dgr.client.events import Event, PrefillProgress, RouteChanged, drain
@@ -21,7 +22,6 @@ from dgr.client.generation import GeneratedToken
 from dgr.client.pipeline import Pipeline, Timeouts
 from dgr.cluster.connect import open_route
 from dgr.cluster.local import open_pipeline
-from dgr.cluster.route_file import read_route_file
 from dgr.core.units import human_bytes
 from dgr.core.values import SamplingParams
 from dgr.errors import InputError, WireError
@@ -39,9 +39,7 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
         description="Answer a prompt through a pipeline of layer-range stages in this process. Greedy unless --temp is"
         " given; tokens are printed as they come.",
     )
-    parser.add_argument(
-        "--route", metavar="TOML", help="use the stages of a route file instead of stages in this process"
-    )
+    add_route_argument(parser)
     add_model_arguments(parser)
     add_link_arguments(parser)
     parser.add_argument(
@@ -75,14 +73,8 @@ def _open(args: argparse.Namespace, shards: list[Shard]) -> AbstractAsyncContext
     if args.route is None:
         if args.wait is not None:
             raise InputError("--wait is for stages elsewhere: give --route with it")
-        return _open_local(args, shards)
-    if args.split is not None:
-        raise InputError("--split cuts a model in this process, --route names stages elsewhere; give one of them")
-    file = read_route_file(args.route)
-    if args.model is None and file.model is not None:
-        args.model = str(file.model)
-    if args.model is None:
-        raise InputError("text needs a vocabulary: give --model GGUF, or `model` in the route file")
+        return open_local(args, shards.append)
+    file, args.model = route_of(args)
     return open_route(
         file,
         policy=link_policy_of(args, file.tls),
@@ -98,21 +90,6 @@ def _timeouts(wait: float | None) -> Timeouts:
     if not 0 < wait < math.inf:
         raise InputError(f"--wait is {wait:g} seconds; give a number above 0")
     return Timeouts(route=wait)
-
-
-def _open_local(args: argparse.Namespace, shards: list[Shard]) -> AbstractAsyncContextManager[Pipeline]:
-    if args.model is None:
-        raise InputError("give --model GGUF, or --route TOML for stages elsewhere")
-    return open_pipeline(
-        args.model,
-        args.split,
-        context=context_of(args),
-        threads=args.threads,
-        mmap=args.mmap,
-        memory_budget=args.memory,
-        chunk=args.chunk,
-        on_shard=shards.append,
-    )
 
 
 def _sampling(args: argparse.Namespace) -> SamplingParams:

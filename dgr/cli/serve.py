@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING, Any
 import trio
 
 from dgr.artifact.artifact import Artifact
-from dgr.cli.options import add_link_arguments, add_model_arguments, context_of, link_policy_of
+from dgr.cli.options import add_link_arguments, add_model_arguments, link_policy_of
+from dgr.cli.pipelines import add_route_argument, open_local, route_of
 from dgr.cli.progress import progress_bar
 from dgr.cli.streams import print_json, until_input_ends
 from dgr.client.pipeline import Pipeline, Timeouts
 from dgr.cluster.connect import open_route
-from dgr.cluster.local import open_pipeline
-from dgr.cluster.route_file import read_route_file
 from dgr.engine.vocab import LlamaVocabulary
 from dgr.errors import InputError
 from dgr.serving.api.vocabulary import ServingVocabulary
@@ -49,9 +48,7 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
         description="Serve a model over OpenAI's HTTP API, through stages in this process or those of a route. It prints its"
         " address when it is ready. On SIGINT or SIGTERM it admits nobody, lets answers end, and leaves.",
     )
-    parser.add_argument(
-        "--route", metavar="TOML", help="use the stages of a route file instead of stages in this process"
-    )
+    add_route_argument(parser)
     parser.add_argument(
         "--listen", default="127.0.0.1:8000", metavar="HOST:PORT", help="where (default: 127.0.0.1:8000)"
     )
@@ -230,25 +227,10 @@ def _options(args: argparse.Namespace, artifact: Artifact) -> ServerOptions:
 def _pipeline(args: argparse.Namespace) -> tuple[Path, AbstractAsyncContextManager[Pipeline]]:
     """The file of the vocabulary, and the pipeline to open."""
     if args.route is None:
-        if args.model is None:
-            raise InputError("give --model GGUF, or --route TOML for stages elsewhere")
-        args.sessions = 4 if args.sessions is None else args.sessions
-        local = open_pipeline(
-            args.model,
-            args.split,
-            context=context_of(args),
-            threads=args.threads,
-            mmap=args.mmap,
-            memory_budget=args.memory,
-            chunk=args.chunk,
-        )
+        args.sessions = 4 if args.sessions is None else args.sessions  # slots of the stages' contexts
+        local = open_local(args)
         return Path(args.model), local
-    if args.split is not None:
-        raise InputError("--split cuts a model in this process, --route names stages elsewhere; give one of them")
-    file = read_route_file(args.route)
-    model = args.model or file.model
-    if model is None:
-        raise InputError("text needs a vocabulary: give --model GGUF, or `model` in the route file")
+    file, model = route_of(args)
     remote = open_route(file, policy=link_policy_of(args, file.tls), model=None, chunk=args.chunk, timeouts=Timeouts())
     return Path(model), remote
 

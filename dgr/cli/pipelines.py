@@ -1,0 +1,61 @@
+"""From a command's flags to its pipeline: stages in this process, or those of a route file."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
+
+from dgr.cli.options import context_of
+from dgr.client.pipeline import Pipeline
+from dgr.cluster.local import open_pipeline
+from dgr.cluster.route_file import RouteFile, read_route_file
+from dgr.errors import InputError
+from dgr.stage.shard import Shard
+
+__all__ = ["add_route_argument", "open_local", "route_of"]
+
+
+def add_route_argument(parser: argparse.ArgumentParser) -> None:
+    """``--route``, for a command that can also have its stages in its own process."""
+    parser.add_argument(
+        "--route", metavar="TOML", help="use the stages of a route file instead of stages in this process"
+    )
+
+
+def open_local(
+    args: argparse.Namespace, on_shard: Callable[[Shard], None] | None = None
+) -> AbstractAsyncContextManager[Pipeline]:
+    """The pipeline of ``--model`` and ``--split``, to enter.
+
+    Raises:
+        InputError: ``--model`` is missing.
+    """
+    if args.model is None:
+        raise InputError("give --model GGUF, or --route TOML for stages elsewhere")
+    return open_pipeline(
+        args.model,
+        args.split,
+        context=context_of(args),
+        threads=args.threads,
+        mmap=args.mmap,
+        memory_budget=args.memory,
+        chunk=args.chunk,
+        on_shard=on_shard,
+    )
+
+
+def route_of(args: argparse.Namespace) -> tuple[RouteFile, str]:
+    """The file that ``--route`` names, and the model whose vocabulary is used: that of ``--model``, or the file's.
+
+    Raises:
+        InputError: ``--split`` is given too, or neither names a model.
+        InvalidRoute: as of :func:`~dgr.cluster.route_file.read_route_file`.
+    """
+    if args.split is not None:
+        raise InputError("--split cuts a model in this process, --route names stages elsewhere; give one of them")
+    file = read_route_file(args.route)
+    model = file.model if args.model is None else args.model
+    if model is None:
+        raise InputError("text needs a vocabulary: give --model GGUF, or `model` in the route file")
+    return file, str(model)
