@@ -122,7 +122,7 @@ class Answer:
         self.phase = Phase.WAITING
         #: At the end: ``stop`` or ``length``.
         self.finish_reason: str | None = None
-        #: Why the server itself ended it.
+        #: Why it ended before it was complete, if it was not its reader who left.
         self.ended_because: DgrError | None = None
         self.scope: trio.CancelScope | None = None
         self.place = place
@@ -163,24 +163,34 @@ class Answer:
         if self.finish_reason is not None:
             raise StopAsyncIteration
         token: GeneratedToken | None = None
-        with trio.CancelScope(deadline=self.deadline) as self.scope:
-            token = await self._next()
+        try:
+            with trio.CancelScope(deadline=self.deadline) as self.scope:
+                token = await self._next()
+        except DgrError as error:
+            self.ended_because = error
+        if self.ended_because is None and self.scope.cancelled_caught:
+            self.time_out()
         if self.ended_because is not None:
             raise self.ended_because
-        if self.scope.cancelled_caught:
-            raise self.timed_out()
         if token is None:
             # At once: whoever reads may take its time with what was made already.
             self._serving.release(self)
             raise StopAsyncIteration
         return token
 
-    def timed_out(self) -> RequestTimedOut:
-        """What its deadline means, said where it passed."""
-        return RequestTimedOut(
+    @property
+    def is_complete(self) -> bool:
+        """Whether it has all the tokens it was to have."""
+        return self.finish_reason is not None or self.usage.completion >= self.job.max_tokens
+
+    def time_out(self) -> RequestTimedOut:
+        """End it because its deadline has passed; the error says where it was."""
+        error = RequestTimedOut(
             f"the answer was not complete within {self._seconds:g} s: it was in phase {self.phase.value} with"
             f" {self.usage.completion} tokens drawn; ask for fewer tokens, or raise the server's deadline"
         )
+        self.end(error)
+        return error
 
     def finish(self, reason: str) -> None:
         """Its reader has enough: what was drawn holds a stop string, for example."""
@@ -188,8 +198,8 @@ class Answer:
         self._serving.release(self)
 
     def end(self, error: DgrError) -> None:
-        """End it from outside: whoever iterates gets ``error``."""
-        self.ended_because = error
+        """End it from outside: whoever iterates gets ``error``. The first error is the one that counts."""
+        self.ended_because = self.ended_because or error
         if self.scope is not None:
             self.scope.cancel()
 
@@ -313,19 +323,16 @@ class ServingEngine:
         self._answers.add(answer)
         try:
             yield answer
-        except DgrError:
-            raise
-        except BaseException:  # cancelled, or its reader had enough
-            self.counters.cancelled += 1
-            raise
         finally:
             self.release(answer)
 
     def release(self, answer: Answer) -> None:
-        """Its slot and its session are the next one's; releasing twice is harmless."""
+        """Its end: it is counted, and its slot and its session are the next one's. Releasing twice is harmless."""
         if answer not in self._answers:
             return
         self._answers.discard(answer)
+        if not answer.is_complete and answer.ended_because is None:
+            self.counters.cancelled += 1
         if answer.phase is Phase.DECODE:
             self.counters.prompt_tokens += answer.usage.prompt
             self.counters.cached_tokens += answer.usage.cached

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -160,6 +161,41 @@ async def test_the_deadline_counts_the_wait_too(autojump_clock: MockClock) -> No
                 await anext(second)
         assert trio.current_time() > 2
         assert engine.counters.cancelled == 0
+
+
+@pytest.mark.parametrize("leaves", ["cancelled", "has enough", "complete", "out of time", "failed"])
+async def test_an_answer_is_counted_when_its_slot_is_free(autojump_clock: MockClock, leaves: str) -> None:
+    """In one step: whoever saw the slot come back while the reader still unwinds would miss it in the counters."""
+    job = Job(PROMPT, 4 if leaves == "complete" else 100)
+    async with serving(sessions=1) as (engine, offline):
+        if leaves == "failed":
+            offline.engines["stage-1"].faults.append(Fault(FaultKind.NON_FINITE, position=45))
+        scope = trio.CancelScope()
+
+        async def read() -> None:
+            with scope:
+                async with engine.admit(job, deadline=5 if leaves == "out of time" else None) as answer:
+                    try:
+                        with contextlib.suppress(NonFinite, RequestTimedOut):
+                            async for _ in answer:
+                                if answer.usage.completion == 4:
+                                    if leaves in ("has enough", "complete"):
+                                        break
+                                    if leaves == "cancelled":
+                                        scope.cancel()
+                                    if leaves == "out of time":
+                                        await trio.sleep(10)
+                    finally:
+                        engine.release(answer)
+                        with trio.CancelScope(shield=True):
+                            await trio.sleep(60)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(read)
+            await wait_all_tasks_blocked()
+            with trio.fail_after(50):
+                await engine.line.wait_empty()
+            assert engine.counters.cancelled == (leaves in ("cancelled", "has enough"))
 
 
 async def test_a_failed_answer_frees_its_slot_and_the_next_one_is_right(autojump_clock: MockClock) -> None:

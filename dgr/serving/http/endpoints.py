@@ -174,7 +174,7 @@ class Endpoint:
                     if reply.finished:
                         answer.finish("stop")
             if scope.cancelled_caught:
-                raise answer.timed_out()
+                raise answer.time_out()
         finally:
             self.service.engine.release(answer)
         metrics.whole.observe(trio.current_time() - began)
@@ -189,6 +189,8 @@ class Endpoint:
                 await self._run(one, partial(take, one))
             except DgrError as error:
                 failures.append(error)
+                for other in running:
+                    other.answer.end(error)
                 nursery.cancel_scope.cancel()
 
         async with open_nursery() as nursery:
