@@ -235,7 +235,7 @@ class RouteClient:
         replies: list[tuple[str, PendingReply]] = []
         for index, ref in enumerate(route.stages):
             before, after = route.predecessor(index), route.successor(index)
-            fence = frames.Fence(self.route_id, self.epoch, ref.address, before, after)
+            fence = frames.Fence(self.route_id, self.epoch, ref.address, before, after, len(route.stages))
             replies.append((ref.address, self._links.request(FenceReply(ref.address, self.epoch), fence)))
         fenced: list[frames.Fenced] = []
         failures: list[DgrError] = []

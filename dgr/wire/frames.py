@@ -58,7 +58,7 @@ __all__ = [
 ]
 
 #: Grows with every change of the union.
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 
 class _Message(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -80,6 +80,8 @@ class Fence(_Message, frozen=True, tag=1):
     stage: Address
     predecessor: Address
     successor: Address
+    #: Stages of the route.
+    stages: Annotated[int, Meta(ge=1, le=2**16)] = 1
 
 
 class Open(_Message, frozen=True, tag=2):
