@@ -1,8 +1,9 @@
 """Work that is ready, and which of it makes the next native batch.
 
-Decode steps and chunks of prefill go in batches of their own, turn and turn about: upstream cuts a mixed batch into
-sub-batches of equal length anyway, so that mixing saves nothing, and a decode step would wait for the chunk beside it.
-Neither kind starves, and within a kind whoever waits longest goes first; a session has one request at a time.
+Decode steps and chunks of prefill go in batches of their own: upstream cuts a mixed batch into sub-batches of equal length
+anyway, so that mixing saves nothing, and a decode step would wait for the chunk beside it. They take turns: one batch of
+prefill, then every decode step that waits by then. So neither kind starves, and no stream meets more than one batch of
+prefill a stage between two tokens. Within a kind whoever waits longest goes first; a session has one request at a time.
 
 *How many groups.* Sessions whose decode steps share a batch come back together, and would share it for ever: with one
 group all stages but one are idle, with as many as there are sessions every step costs what a batch would. S sessions in G
@@ -125,8 +126,8 @@ class ReadyWork(Generic[R]):
     _step_time: StepTime = field(factory=StepTime)
     #: Since when an unfilled batch waits; NaN when none does.
     _waiting_since: float = math.nan
-    #: Whether the last batch was one of prefill.
-    _prefilled: bool = False
+    #: Decode steps that go before the next batch of prefill.
+    _first: int = 0
 
     def __len__(self) -> int:
         return len(self._decode) + len(self._prefill)
@@ -154,7 +155,8 @@ class ReadyWork(Generic[R]):
         for waiting in (self._decode, self._prefill):
             for gone in [request for request in waiting if request.abandoned]:
                 waiting.remove(gone)
-        if self._prefill and not (self._decode and self._prefilled):
+        self._first = min(self._first, len(self._decode))
+        if self._prefill and not self._first:
             return self._take_prefill()
         if not self._decode:
             self._waiting_since = math.nan
@@ -166,12 +168,14 @@ class ReadyWork(Generic[R]):
         if len(self._decode) < most and now < (until := self._worth_waiting(now, groups)):
             return until
         self._waiting_since = math.nan
-        self._prefilled = False
-        return _by_slot([self._decode.popleft() for _ in range(min(most, len(self._decode)))])
+        taken = [self._decode.popleft() for _ in range(min(most, len(self._decode)))]
+        self._first -= min(self._first, len(taken))
+        return _by_slot(taken)
 
     def ran(self, batch: list[R], began: float, now: float) -> None:
         """A batch has run; what was decoded is on its way round the ring."""
-        if not batch or not _is_decode(batch[0]):
+        if not _is_decode(batch[0]):
+            self._first = len(self._decode)
             return
         self._step_time.add(len(batch), now - began)
         group = _Group()
@@ -179,7 +183,6 @@ class ReadyWork(Generic[R]):
             self._away[slot] = _Away(now, group, self._last_away.get(slot, math.nan))
 
     def _take_prefill(self) -> list[R]:
-        self._prefilled = True
         self._waiting_since = math.nan
         taken = [self._prefill.popleft()]
         room = self.n_ubatch - len(taken[0].work.tokens)
@@ -193,9 +196,10 @@ class ReadyWork(Generic[R]):
             self._waiting_since = now
         step = self._step_time(len(self._decode))
         late = min(_PATIENCE * step, _MOST_PATIENCE)
-        are_too_many = 1 + len({id(away.group) for away in self._away.values()}) > groups
-        until = self._waiting_since + (step if are_too_many else late)
-        return until if any(now - late < away.due() <= until for away in self._away.values()) else -math.inf
+        out = {id(away.group) for away in self._away.values() if math.isnan(away.group.back)}
+        latest = self._waiting_since + (step if 1 + len(out) > groups else late)
+        dues = [due for away in self._away.values() if now < (due := away.due()) + late and due <= latest]
+        return min(dues, default=-math.inf) + late
 
     def _forget_overdue(self, now: float) -> None:
         """Those that do not decode any more: their answer has ended, or their client is slow."""
