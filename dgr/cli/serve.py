@@ -231,7 +231,14 @@ def _pipeline(args: argparse.Namespace) -> tuple[Path, AbstractAsyncContextManag
         local = open_local(args)
         return Path(args.model), local
     file, model = route_of(args)
-    remote = open_route(file, policy=link_policy_of(args, file.tls), model=None, chunk=args.chunk, timeouts=Timeouts())
+    remote = open_route(
+        file,
+        policy=link_policy_of(args, file.tls),
+        model=None,
+        chunk=args.chunk,
+        chunk_seconds=args.chunk_seconds,
+        timeouts=Timeouts(),
+    )
     return Path(model), remote
 
 

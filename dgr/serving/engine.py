@@ -163,12 +163,13 @@ class Answer:
         if self.finish_reason is not None:
             raise StopAsyncIteration
         token: GeneratedToken | None = None
+        self.scope = scope = trio.CancelScope(deadline=self.deadline)
         try:
-            with trio.CancelScope(deadline=self.deadline) as self.scope:
+            with scope:
                 token = await self._next()
         except DgrError as error:
             self.ended_because = error
-        if self.ended_because is None and self.scope.cancelled_caught:
+        if self.ended_because is None and scope.cancelled_caught:
             self.time_out()
         if self.ended_because is not None:
             raise self.ended_because

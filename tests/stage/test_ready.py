@@ -178,7 +178,7 @@ def test_whoever_does_not_come_back_is_waited_for_once_and_shortly() -> None:
 def test_two_groups_where_one_would_do_become_one() -> None:
     """One stage: while one runs the other comes back; without a wait they would alternate for ever."""
     work = ready(decode(0))
-    taken, now = run(work, 0.0, 1.0)
+    _, now = run(work, 0.0, 1.0)
     work.add(decode(1), 0.5)
     work.add(decode(0), now + 0.001)
     work.next(now)
