@@ -13,7 +13,19 @@ from dgr_bench.cli import main
 from dgr_bench.describe import result_schema
 from dgr_bench.results import SCHEMA
 
-COMMANDS = ("certify", "verify", "compare", "real", "profile", "schema", "drill", "frontier", "overhead", "hops")
+COMMANDS = (
+    "certify",
+    "verify",
+    "compare",
+    "real",
+    "profile",
+    "schema",
+    "drill",
+    "frontier",
+    "overhead",
+    "hops",
+    "sessions",
+)
 
 
 def test_the_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,8 +18,9 @@ from dgr_bench.cli import main
 from dgr_bench.overhead import command as overhead
 from dgr_bench.overhead import hops
 from dgr_bench.overhead.command import Overhead
-from dgr_bench.overhead.comparisons import Comparison, OverheadPlan, Timed, comparisons, decode_seconds, prefill_seconds
+from dgr_bench.overhead.comparisons import OverheadPlan, comparisons, decode_seconds, prefill_seconds
 from dgr_bench.overhead.hops import Hops
+from dgr_bench.overhead.ratios import Comparison, Timed
 from dgr_bench.quartiles import quartiles_of
 from dgr_bench.results import Journal
 from dgr_bench.verdicts import Goal

@@ -24,7 +24,6 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-import msgspec
 from attrs import frozen
 
 from dgr import Artifact, ContextParams
@@ -35,11 +34,11 @@ from dgr.selftest.fixture.cached import cached_fixture
 from dgr_bench.benchmark import Group, Store, Units, benchmark_command
 from dgr_bench.llama_bench import add_llama_bench_argument, find_llama_bench
 from dgr_bench.overhead import hops
-from dgr_bench.overhead.comparisons import Comparison, OverheadPlan, comparisons
+from dgr_bench.overhead.comparisons import OverheadPlan, comparisons
 from dgr_bench.overhead.hops import Hops
-from dgr_bench.plots import BLUE, GREY, RED, Axes, Plot
-from dgr_bench.quartiles import Quartiles, quartiles_of
-from dgr_bench.reports import Section, table
+from dgr_bench.overhead.ratios import Comparison, Ratios
+from dgr_bench.plots import Plot
+from dgr_bench.reports import Section
 from dgr_bench.results import Kind, Result
 from dgr_bench.verdicts import Check
 
@@ -72,61 +71,25 @@ class Overhead:
         yield from (each.group() for each in self.compared)
         yield from self.hops.units(store)
 
+    @property
+    def ratios(self) -> Ratios:
+        """The part that compares."""
+        return Ratios(self.compared)
+
     def metrics(self, units: Units, _: Path | None = None) -> dict[str, Any]:
-        """Quartiles of the ratios; and tokens a second of both sides, for a feeling of the size."""
-        speed = {}
-        for each in self.compared:
-            if rounds := each.measured(units):
-                speed[each.name] = {
-                    "ratio": quartiles_of([unit["theirs_s"] / unit["ours_s"] for unit in rounds]),
-                    "ours_tokens_per_s": quartiles_of([unit["tokens"] / unit["ours_s"] for unit in rounds]),
-                    "theirs_tokens_per_s": quartiles_of([unit["tokens"] / unit["theirs_s"] for unit in rounds]),
-                }
-        return {"speed": speed, "hops": self.hops.metrics(units)}
+        return {"speed": self.ratios.metrics(units), "hops": self.hops.metrics(units)}
 
     def checks(self, units: Units) -> list[Check]:
         """Every goal."""
-        speed = self.metrics(units)["speed"]
-        verdicts = [
-            each.goal.check(f"speed of {each.name}", speed[each.name]["ratio"])
-            for each in self.compared
-            if each.goal is not None and each.name in speed
-        ]
-        return [*self.hops.checks(units), *verdicts]
-
-    def _speeds(self, result: Result) -> list[tuple[Comparison, dict[str, Quartiles]]]:
-        speed = msgspec.convert(result.metrics["speed"], dict[str, dict[str, Quartiles]])
-        return [(each, speed[each.name]) for each in self.compared if each.name in speed]
+        return [*self.hops.checks(units), *self.ratios.checks(units)]
 
     def tables(self, result: Result) -> list[Section]:
-        rows = [
-            (
-                each.name,
-                f"{speed['ours_tokens_per_s'].median:.1f}",
-                f"{speed['theirs_tokens_per_s'].median:.1f}",
-                speed["ratio"],
-                each.goal or "",
-            )
-            for each, speed in self._speeds(result)
-        ]
-        said = "Medians, with quartiles in brackets; ratios of speed are per round, above 1 dgr's side is faster."
-        heads = ("ours / theirs", "ours, tokens/s", "theirs, tokens/s", "ratio", "goal")
-        own = Section("Speed", (said, table(heads, rows)))
+        own = self.ratios.section(result.metrics["speed"])
         return [own, *self.hops.sections(result.metrics["hops"], result.units)]
 
     def plots(self, result: Result) -> list[Plot]:
-        speeds = list(reversed(self._speeds(result)))
-
-        def paint(axes: Axes) -> None:
-            for place, (_, speed) in enumerate(speeds):
-                ratio = speed["ratio"]
-                errors = [[ratio.median - ratio.low], [ratio.high - ratio.median]]
-                axes.barh(place, ratio.median, 0.6, color=BLUE, xerr=errors, ecolor=GREY, capsize=4)
-            axes.set_yticks(range(len(speeds)), [each.name.replace(", ", "\n", 1) for each, _ in speeds])
-            axes.axvline(self.plan.goal, color=RED, linestyle="--", label=f"goal at least {self.plan.goal:g}")
-
-        title = "Speed of dgr's side over the other's"
-        return [Plot("Speed", "overhead", title, "ratio of speed", "", paint), self.hops.plot(result.metrics["hops"])]
+        own = self.ratios.plot(result.metrics["speed"], "overhead", "Speed of dgr's side over the other's")
+        return [own, self.hops.plot(result.metrics["hops"])]
 
 
 # --- the command -----------------------------------------------------------------------------------------------------

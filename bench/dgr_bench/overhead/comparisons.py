@@ -3,30 +3,24 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import msgspec
 import trio
-from attrs import frozen
 from msgspec.structs import replace
 
 from dgr import ContextParams, Numerics, Pipeline, open_pipeline, open_route
 from dgr.engine.native import build_info
 from dgr.selftest.chain import some_tokens
 from dgr.testing.network.processes import open_up, write_route
-from dgr_bench.benchmark import Group, Unit, Units
 from dgr_bench.llama_bench import LlamaBench
 from dgr_bench.overhead.hops import HopsPlan
+from dgr_bench.overhead.ratios import Comparison, Sides, Timed
 from dgr_bench.verdicts import Goal
-
-#: Seconds that one run of one side took.
-Timed: TypeAlias = Callable[[], Awaitable[float]]
-#: Both sides, ready to run: ours first.
-Sides: TypeAlias = tuple[Timed, Timed]
 
 
 class OverheadPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -78,45 +72,6 @@ def _runs(pipeline: Pipeline, phase: str, tokens: int) -> Timed:
 
 
 # --- comparisons -----------------------------------------------------------------------------------------------------
-
-
-@frozen
-class Comparison:
-    """Two sides that do the same work."""
-
-    name: str
-    #: Tokens of one run.
-    tokens: int
-    rounds: int
-    #: For the median of the ratios; None: it is shown, and nothing is asked of it.
-    goal: Goal | None
-    open: Callable[[], AbstractAsyncContextManager[Sides]]
-
-    def group(self) -> Group:
-        """Its rounds."""
-        units = [Unit(self._unit(number), partial(self._round, number)) for number in range(self.rounds)]
-        return Group(units, self._warm)
-
-    def _unit(self, number: int) -> str:
-        return f"{self.name}, round {number}"
-
-    @asynccontextmanager
-    async def _warm(self) -> AsyncIterator[Sides]:
-        async with self.open() as sides:
-            for side in sides:
-                await side()
-            yield sides
-
-    async def _round(self, number: int, sides: Sides) -> dict[str, Any]:
-        order = (0, 1) if number % 2 == 0 else (1, 0)
-        seconds = {side: await sides[side]() for side in order}
-        began = ("ours", "theirs")[order[0]]
-        return {"tokens": self.tokens, "ours_s": seconds[0], "theirs_s": seconds[1], "began": began}
-
-    def measured(self, units: Units) -> list[dict[str, Any]]:
-        """The rounds that were measured to their end."""
-        found = (units.get(self._unit(number), {}) for number in range(self.rounds))
-        return [dict(unit) for unit in found if "ours_s" in unit]
 
 
 def comparisons(model: Path, plan: OverheadPlan, llama_bench: Path) -> list[Comparison]:
