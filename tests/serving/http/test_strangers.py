@@ -106,12 +106,12 @@ def test_a_request_is_a_prompt_or_a_refusal_and_an_answer_has_one_end() -> None:
         stranger = Stranger(seed)
         try:
             body = decode_body(json.dumps(stranger.body()).encode())
-            read_fields(body, ChatFields)
+            fields = read_fields(body, ChatFields)
             prompt = chat_prompt(body, words, default=Thinking.OFF, ladder=Ladder.JULY)
         except (ApiError, DgrError):
             continue
         prompts += 1
-        reply = ChatReply(0, prompt, words, tokenizer, top_logprobs=None)
+        reply = ChatReply(0, prompt, words, tokenizer, stop=fields.stop_strings, top_logprobs=None)
         chunks = reply.opening()
         for token in stranger.answer():
             chunks += reply.token(GeneratedToken(token, 0, "", ()))
