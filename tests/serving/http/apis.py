@@ -1,4 +1,6 @@
-"""What the two newer APIs are asked and say, for tests over both."""
+"""What the APIs are asked and say, for the tests of all of them."""
+
+# ruff: noqa: RUF001 (V4's own marks)
 
 from __future__ import annotations
 
@@ -7,7 +9,17 @@ from typing import Any
 
 from serving.http.http_servers import Server
 
-#: Of both APIs, path and body of one question without thinking.
+from dgr.serving.api.prompts import Thinking
+from dgr.serving.http.service import ServerOptions
+
+LONG = "tell me all of it, please: " + 25 * "abcdefghij klmnop "
+CALL = (
+    '\n\n<｜DSML｜tool_calls>\n<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="a" string="true">x "y"</｜DSML｜parameter>\n'
+    '<｜DSML｜parameter name="n" string="false">5</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>'
+)
+QUICK = ServerOptions(model="m", thinking=Thinking.OFF, keep_alive=0.02)
+
+#: Of the two newer APIs, path and body of one question without thinking.
 PATHS = {"responses": "/v1/responses", "messages": "/v1/messages"}
 
 

@@ -11,8 +11,7 @@ from typing import Any
 import anthropic
 import pytest
 import trio
-from serving.http.apis import body_of, events_of
-from serving.http.test_checks import CALL, LONG, QUICK
+from serving.http.apis import CALL, LONG, QUICK, body_of, events_of
 
 from dgr.serving.api.prompts import Thinking
 from dgr.serving.engine import ServingLimits

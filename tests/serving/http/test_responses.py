@@ -10,8 +10,7 @@ from typing import Any
 
 import openai
 import pytest
-from serving.http.apis import body_of, events_of
-from serving.http.test_checks import CALL, LONG
+from serving.http.apis import CALL, LONG, body_of, events_of
 
 from dgr.serving.engine import ServingLimits
 from dgr.testing.waits import until
