@@ -91,7 +91,8 @@ class ParsedReply:
         self._top = top_logprobs
         options = prompt.conversation.parsing_options
         options.stop_sequences = stop
-        self._starts_in_call, options.starts_in_tool_calls = options.starts_in_tool_calls, False
+        # Where the prompt opened a call, what the model writes first opens one to the parser too, or is text.
+        options.starts_in_tool_calls = False
         self._processor = StreamProcessor(generator, options, tokenizer)
         self._closed: list[Any] = []
         markers = (_THINK_END, _DSML) if prompt.has_tools else (_THINK_END,)
@@ -111,8 +112,6 @@ class ParsedReply:
         self._ends_reasoning = ids
 
     def opening(self) -> list[Any]:
-        if self._starts_in_call:
-            self._trial = _Trial(self._prompt, self._tokenizer, starts_in_call=True)
         return self._push(InferenceChunk.ready(prompt_usage=PromptUsage(prompt_tokens=len(self._prompt.tokens))))
 
     def token(self, token: GeneratedToken) -> list[Any]:
@@ -136,7 +135,7 @@ class ParsedReply:
         if not self._trial.read([drawn]):
             return []
         trial, self._trial, self._has_called = self._trial, None, True
-        return [*self._push_tokens(self._opener() if trial.starts_in_call else []), *self._push_tokens(trial.tokens)]
+        return self._push_tokens(trial.tokens)
 
     def closing(self, finish_reason: str) -> list[Any]:
         rest = self._before if self._trial is None else self._as_text(self._trial)
@@ -145,12 +144,6 @@ class ParsedReply:
             return [*parts, *self._closed]
         reason = InferenceFinishReason.Length if finish_reason == "length" else InferenceFinishReason.Stop
         return [*parts, *self._push(InferenceChunk.finish(reason))]
-
-    def _opener(self) -> list[Drawn]:
-        """What opens a call, where the prompt did."""
-        assert self._dsml is not None
-        words = self._vocabulary
-        return [Drawn(token) for token in (*words.encode("\n\n<"), self._dsml, *words.encode("tool_calls>\n"))]
 
     def _as_text(self, trial: _Trial) -> list[Drawn]:
         """The same text with nothing in it that is a mark, but for the end of the reasoning that the call would have been."""
@@ -183,14 +176,11 @@ class ParsedReply:
 class _Trial:
     """Tokens that begin like a tool call, and whether they are one."""
 
-    def __init__(
-        self, prompt: ChatPrompt, tokenizer: Tokenizer, *, starts_in_call: bool = False, cuts_reasoning: bool = False
-    ) -> None:
-        self.starts_in_call = starts_in_call
+    def __init__(self, prompt: ChatPrompt, tokenizer: Tokenizer, *, cuts_reasoning: bool) -> None:
         self.cuts_reasoning = cuts_reasoning
         self.tokens: list[Drawn] = []
         generator = ChatCompletionRequest.chunk_generator(prompt.conversation, "", "")
-        self._processor = StreamProcessor(generator, ParsingOptions(starts_in_tool_calls=starts_in_call), tokenizer)
+        self._processor = StreamProcessor(generator, ParsingOptions(), tokenizer)
         self._push(InferenceChunk.ready())
 
     def read(self, tokens: Sequence[Drawn]) -> bool:

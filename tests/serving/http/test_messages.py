@@ -12,6 +12,7 @@ import anthropic
 import pytest
 import trio
 from serving.http.apis import CALL, LONG, QUICK, body_of, events_of
+from serving.http.chat_model import THINK
 
 from dgr.serving.api.prompts import Thinking
 from dgr.serving.engine import ServingLimits
@@ -88,6 +89,25 @@ async def test_tokens_are_counted_without_an_answer(serve: Callable[..., Any]) -
             await client.messages.count_tokens(model="other", messages=[{"role": "user", "content": "four"}])
         metrics = (await server.ask("GET", "/metrics")).body.decode()
         assert 'dgr_requests_total{endpoint="count_tokens",status="200"} 1.0' in metrics
+
+
+async def test_words_of_other_clients_are_understood(serve: Callable[..., Any]) -> None:
+    """A custom tool is one without a type; adaptive thinking is thinking."""
+    async with serve() as server, server.anthropic() as client:
+        adaptive = {"thinking": {"type": "adaptive"}, "output_config": {"effort": "low"}}
+        for fields in ({"tools": TOOLS, **LOW}, {"tools": [{"type": "custom", **TOOLS[0]}], **adaptive}):
+            await client.messages.create(**asking("hi", **fields, max_tokens=1))
+        first, second = server.model.seen
+        assert first == second
+        assert THINK in first
+
+
+@pytest.mark.parametrize("tools", [[], TOOLS])
+async def test_an_answer_may_end_with_how_a_call_begins(serve: Callable[..., Any], tools: Any) -> None:
+    async with serve() as server, server.anthropic() as client:
+        for text in ("a <", "a << b <"):
+            message: Any = await client.messages.create(**asking(text, tools=tools))
+            assert message.content[0].text == text
 
 
 async def test_length_and_stop_sequences(serve: Callable[..., Any]) -> None:

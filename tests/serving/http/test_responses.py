@@ -148,6 +148,18 @@ async def test_what_needs_a_state_or_cannot_be_kept_is_refused_by_name(
         assert not server.model.seen
 
 
+async def test_tools_in_namespaces_and_patches_come_back_under_their_own_names(serve: Callable[..., Any]) -> None:
+    async with serve(n_ctx=8192) as server:
+        server.model.script["go"] = CALL.replace('name="f"', 'name="n__f"')
+        body = body_of("responses", "go", tools=[{"type": "namespace", "name": "n", "tools": TOOLS}])
+        (call,) = (await server.ask("POST", "/v1/responses", body)).json()["output"]
+        assert (call["type"], call["namespace"], call["name"]) == ("function_call", "n", "f")
+        server.model.script["go"] = CALL.replace('name="f"', 'name="apply_patch"').replace('name="a"', 'name="input"')
+        body = body_of("responses", "go", tools=[{"type": "custom", "name": "apply_patch"}])
+        (call,) = (await server.ask("POST", "/v1/responses", body)).json()["output"]
+        assert (call["type"], call["name"], call["input"]) == ("custom_tool_call", "apply_patch", 'x "y"')
+
+
 async def test_searches_of_the_web_are_left_out_as_in_deepseeks_own_api(serve: Callable[..., Any]) -> None:
     async with serve() as server:
         reply = await server.ask("POST", "/v1/responses", body_of("responses", "hi", tools=[{"type": "web_search"}]))
