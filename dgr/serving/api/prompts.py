@@ -34,7 +34,6 @@ from dgr.serving.api.vocabulary import ServingVocabulary
 
 __all__ = [
     "MODEL",
-    "OPTIONS",
     "ChatPrompt",
     "Ladder",
     "Thinking",
@@ -49,7 +48,7 @@ __all__ = [
 
 #: The one model, by its name to the encoder.
 MODEL = "served"
-OPTIONS = ConversionOptions().with_model_alias(MODEL, ModelVersion.DeepseekV4Pro)
+_OPTIONS = ConversionOptions().with_model_alias(MODEL, ModelVersion.DeepseekV4Pro)
 #: Fields of the body that the encoder gets. All others are read by dgr, or are nothing to a local model.
 _PASSED = ("tools", "tool_choice", "logprobs", "top_logprobs")
 
@@ -207,7 +206,7 @@ def render(
     """Render and tokenise a body of one of the encoder's three APIs. Raises :class:`ApiError`, ``InputError``."""
     with encoder_refusals():
         # As text: its own parser bounds numbers and depth.
-        conversation = kind(msgspec.json.encode({**asked, "model": MODEL})).convert(OPTIONS)
+        conversation = kind(msgspec.json.encode({**asked, "model": MODEL})).convert(_OPTIONS)
         rendered = DeepseekV4Encoding().render_conversation(conversation.conversation)
     if n_ctx is not None:
         refuse_beyond(rendered.prompt, vocabulary, n_ctx)

@@ -12,7 +12,6 @@ from deepseek_recipe import ResponsesEcho, ResponsesRequest
 from dgr.serving.api.errors import ApiError, not_text, nothing_to_answer
 from dgr.serving.api.prompts import (
     MODEL,
-    OPTIONS,
     ChatPrompt,
     Ladder,
     Thinking,
@@ -41,8 +40,6 @@ class ResponsesPrompt:
     chat: ChatPrompt
     #: The settings that responses repeat.
     echo: ResponsesEcho
-    #: Names of tools in namespaces, as the model sees them, to namespace and name.
-    namespaces: dict[str, tuple[str, str]]
 
 
 def responses_prompt(
@@ -66,7 +63,7 @@ def responses_prompt(
     chat = render(ResponsesRequest, asked, thinking, vocabulary, n_ctx)
     with encoder_refusals():
         settings = ResponsesRequest(msgspec.json.encode({**body, "model": MODEL, "input": ""}))
-        return ResponsesPrompt(chat, settings.echo(), settings.namespace_tool_map(OPTIONS))
+        return ResponsesPrompt(chat, settings.echo())
 
 
 def _items(given: object) -> list[dict[str, Any]]:

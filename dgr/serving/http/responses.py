@@ -118,9 +118,8 @@ class Responses(GeneratingEndpoint):
         def reply(_: int) -> ParsedReply:
             identifier = f"resp_{secrets.token_hex(12)}"
             generator = ResponsesRequest.chunk_generator(prompt.chat.conversation, identifier, options.model)
-            generator = generator.with_echo(prompt.echo).with_namespace_tool_map(prompt.namespaces)
             return ParsedReply(
-                generator,
+                generator.with_echo(prompt.echo),
                 prompt.chat,
                 service.vocabulary,
                 service.tokenizer,

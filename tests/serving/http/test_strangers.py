@@ -197,9 +197,8 @@ def test_so_it_is_in_the_newer_apis(api: str) -> None:
             stop = read_fields(body, ResponsesFields if api == "responses" else MessagesFields).stop_strings
             if api == "responses":
                 request = responses_prompt(body, words, **options)
-                prompt, names = request.chat, request.namespaces
-                generator = ResponsesRequest.chunk_generator(prompt.conversation, "i", "m")
-                generator = generator.with_echo(request.echo).with_namespace_tool_map(names)
+                prompt = request.chat
+                generator = ResponsesRequest.chunk_generator(prompt.conversation, "i", "m").with_echo(request.echo)
             else:
                 prompt = messages_prompt(body, words, **options)
                 generator = MessagesRequest.chunk_generator(prompt.conversation, "i", "m")
