@@ -3,6 +3,7 @@
 # make test-long what takes minutes: every cut, the unpatched reference, soaks
 # make test-fuzz:  thousands of damaged inputs, seeded
 # make test-llama-bench: what runs upstream's llama-bench, which it builds on demand
+# make test-load: the load client llama-benchy against a server, offline; it has an environment of its own
 # make test-kernel-builds: exact numerics on builds for other instruction sets, which it makes on demand
 # make lint      ruff, mypy, import-linter, clang-format
 # make build     the virtual environment with dgr in it, editable; C++ changes rebuild
@@ -13,6 +14,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 MODEL  := build/demo.gguf
+LOAD   := build/load-client
 
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 NATIVE := $(wildcard cffi_build/*.* cffi_build/stable_abi/* vendor/llama.cpp/*.* vendor/llama.cpp/patches/*)
@@ -29,7 +31,7 @@ export CC CXX
 # The build tools of the environment come first, also for the programs that they start.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo numerics test test-long test-fuzz test-llama-bench test-kernel-builds lint build ctest check-patches check-mtp clean
+.PHONY: demo numerics test test-long test-fuzz test-llama-bench test-load load-client test-kernel-builds lint build ctest check-patches check-mtp clean
 
 demo: build numerics $(MODEL)
 	$(BIN)/dgr generate --model $(MODEL) --split 0:15,15:29,29:43 --prompt "The quick brown fox" -n 32 --verify
@@ -40,7 +42,7 @@ $(MODEL): $(VENV)/.stamp-dgr
 	touch $@
 
 test: build
-	$(BIN)/python -m pytest -m "not slow and not native_reference and not llama_bench and not fuzz and not kernel_builds"
+	$(BIN)/python -m pytest -m "not slow and not native_reference and not llama_bench and not fuzz and not kernel_builds and not load"
 
 test-long: build
 	$(BIN)/python -m pytest -m "(slow or native_reference) and not fuzz and not kernel_builds"
@@ -50,6 +52,17 @@ test-fuzz: build
 
 test-llama-bench: build
 	$(BIN)/python -m pytest -m llama_bench
+
+test-load: build load-client
+	$(BIN)/python -m pytest -m load
+
+# 350 MB, most of it transformers: not part of the development environment.
+load-client: $(LOAD)/.stamp
+
+$(LOAD)/.stamp: constraints-load.txt
+	$(PYTHON) -m venv --clear $(LOAD)
+	$(LOAD)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-load.txt llama-benchy
+	touch $@
 
 test-kernel-builds: build
 	$(BIN)/python -m pytest -m kernel_builds

@@ -3,7 +3,7 @@
 # General layout. Each package is one floor; a module imports from its own package and from the floors below.
 #
 #   cli               how people come in: one module per command group
-#   serving           ways in for programs: asyncio, many requests over one pipeline, OpenAI's HTTP API (an extra)
+#   serving           ways in for programs: asyncio, many requests over one pipeline, HTTP in front of that (an extra)
 #   cluster           stages and pipelines put together: in one process, or over hosts by a route file
 #   selftest          tests of this machine, and the small models they run on
 #   client | stage    the two programs: a pipeline with its sessions; a shard with its scheduler and engine thread

@@ -1,4 +1,4 @@
-"""``dgr serve``: a pipeline behind OpenAI's HTTP API."""
+"""``dgr serve``: a pipeline behind OpenAI's and Anthropic's HTTP APIs."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
     """Add the command."""
     parser = subparsers.add_parser(
         "serve",
-        help="answer OpenAI's HTTP API (extra `http`)",
-        description="Serve a model over OpenAI's HTTP API, through stages in this process or those of a route. It prints its"
-        " address when it is ready. On SIGINT or SIGTERM it admits nobody, lets answers end, and leaves.",
+        help="answer OpenAI's and Anthropic's HTTP APIs (extra `http`)",
+        description="Serve a model over OpenAI's and Anthropic's HTTP APIs, through stages in this process or those of a route."
+        " It prints its address when it is ready. On SIGINT or SIGTERM it admits nobody, lets answers end, and leaves.",
     )
     add_route_argument(parser)
     parser.add_argument(

@@ -3,11 +3,13 @@
 The encoder (``deepseek-recipe``) renders a conversation as text and says which parts are special tokens. It covers messages,
 tools and history. Around it this module handles what it leaves out or decides otherwise than a local server should: one
 model under its own name, two ladders of effort, ``developer`` messages, ``reasoning`` as an alias, images, answers to go on.
+The encoder's two other APIs are read in :mod:`~dgr.serving.api.responses` and :mod:`~dgr.serving.api.messages`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from enum import StrEnum
 from typing import Any
 
@@ -19,21 +21,36 @@ from deepseek_recipe import (
     ConversionError,
     ConversionOptions,
     DeepseekV4Encoding,
+    MessagesRequest,
     ModelVersion,
+    ResponsesRequest,
 )
 
 from dgr.errors import InputError
-from dgr.serving.api.errors import ApiError, overlong
+from dgr.serving.api.errors import ApiError, not_text, nothing_to_answer, overlong
 from dgr.serving.api.fields import decode_body
 from dgr.serving.api.recipe import no_panic
 from dgr.serving.api.vocabulary import ServingVocabulary
 
-__all__ = ["ChatPrompt", "Ladder", "Thinking", "chat_prompt", "refuse_beyond", "thinking_of"]
+__all__ = [
+    "MODEL",
+    "ChatPrompt",
+    "Ladder",
+    "Thinking",
+    "chat_prompt",
+    "effort_for",
+    "encoder_refusals",
+    "refuse_beyond",
+    "refuse_format",
+    "render",
+    "thinking_of",
+]
 
-_MODEL = "served"
-_OPTIONS = ConversionOptions().with_model_alias(_MODEL, ModelVersion.DeepseekV4Pro)
+#: The one model, by its name to the encoder.
+MODEL = "served"
+_OPTIONS = ConversionOptions().with_model_alias(MODEL, ModelVersion.DeepseekV4Pro)
 #: Fields of the body that the encoder gets. All others are read by dgr, or are nothing to a local model.
-_PASSED = ("tools", "tool_choice", "stop", "logprobs", "top_logprobs")
+_PASSED = ("tools", "tool_choice", "logprobs", "top_logprobs")
 
 
 class Thinking(StrEnum):
@@ -85,14 +102,21 @@ class ChatPrompt:
     has_tools: bool
 
 
-def thinking_of(body: Mapping[str, Any], default: Thinking) -> Thinking:
-    """The effort a body asks for: ``thinking``, ``reasoning_effort``, ``chat_template_kwargs``, or the server's default."""
-    effort = body.get("reasoning_effort")
+def thinking_of(body: Mapping[str, Any], default: Thinking, *names: str) -> Thinking:
+    """The effort a body asks for: ``thinking``, ``reasoning_effort``, ``chat_template_kwargs``, or the server's default.
+
+    ``names``: where the API has the effort instead of ``reasoning_effort``, from the outermost object to the innermost.
+    """
+    names = names or ("reasoning_effort",)
+    effort: Any = body
+    for name in names:
+        effort = effort.get(name) if isinstance(effort, dict) else None
     if effort is not None and (not isinstance(effort, str) or effort not in _EFFORTS):
+        where = ".".join(names)
         raise ApiError(
             400,
-            f"reasoning_effort is {str(effort)[:40]!r}; give one of {', '.join(_EFFORTS)}",
-            param="reasoning_effort",
+            f"{where} is {str(effort)[:40]!r}; give one of {', '.join(_EFFORTS)}",
+            param=where,
             code="invalid_value",
         )
     wanted = None if effort is None else _EFFORTS[effort]
@@ -141,13 +165,7 @@ def _message(index: int, message: dict[str, Any]) -> dict[str, Any]:
         for part in content:
             kind = part.get("type") if isinstance(part, dict) else None
             if kind != "text":
-                where = f"messages[{index}].content"
-                raise ApiError(
-                    400,
-                    f"{where}: a part of type {str(kind)[:40]!r}; this model reads text alone",
-                    param=where,
-                    code="invalid_value",
-                )
+                raise not_text(f"messages[{index}].content", kind)
     return message
 
 
@@ -163,30 +181,33 @@ def chat_prompt(
     messages = _messages(body)
     last = messages[-1]
     if last.get("role") == "assistant" and not last.get("prefix"):
-        raise ApiError(
-            400,
-            'the conversation ends with an answer: add a user message, or set "prefix": true on the last one to go on with it',
-            param="messages",
-            code="invalid_value",
-        )
-    _refuse_response_format(body)
+        raise nothing_to_answer("messages", ', or set "prefix": true on the last one to go on with it')
+    refuse_format("response_format", body.get("response_format"))
     thinking = thinking_of(body, default)
     asked: dict[str, Any] = {name: body[name] for name in _PASSED if body.get(name) is not None}
+    asked |= {"reasoning_effort": effort_for(thinking, ladder), "messages": messages}
+    return render(ChatCompletionRequest, asked, thinking, vocabulary, n_ctx)
+
+
+def effort_for(thinking: Thinking, ladder: Ladder) -> str:
+    """What the encoder must be told for an effort."""
     if thinking is Thinking.OFF:
-        asked["reasoning_effort"] = "none"
-    else:
-        asked["reasoning_effort"] = (_PREVIEW[thinking] if ladder is Ladder.PREVIEW else thinking).value
-    asked |= {"model": _MODEL, "messages": messages}
-    try:
-        with no_panic("a conversation"):
-            # As text: its own parser bounds numbers and depth.
-            conversation = ChatCompletionRequest(msgspec.json.encode(asked)).convert(_OPTIONS)
-            rendered = DeepseekV4Encoding().render_conversation(conversation.conversation)
-    except ConversionError as error:
-        told = decode_body(error.body.encode()).get("error", {})
-        raise ApiError(400, str(told.get("message", error)), code="invalid_value") from error
-    except (ValueError, OverflowError, RecursionError) as error:  # UnicodeEncodeError is a ValueError
-        raise ApiError(400, str(error), code="invalid_value") from error
+        return "none"
+    return (_PREVIEW[thinking] if ladder is Ladder.PREVIEW else thinking).value
+
+
+def render(
+    kind: Callable[[bytes], ChatCompletionRequest | MessagesRequest | ResponsesRequest],
+    asked: dict[str, Any],
+    thinking: Thinking,
+    vocabulary: ServingVocabulary,
+    n_ctx: int | None = None,
+) -> ChatPrompt:
+    """Render and tokenise a body of one of the encoder's three APIs. Raises :class:`ApiError`, ``InputError``."""
+    with encoder_refusals():
+        # As text: its own parser bounds numbers and depth.
+        conversation = kind(msgspec.json.encode({**asked, "model": MODEL})).convert(_OPTIONS)
+        rendered = DeepseekV4Encoding().render_conversation(conversation.conversation)
     if n_ctx is not None:
         refuse_beyond(rendered.prompt, vocabulary, n_ctx)
     tokens = tuple(vocabulary.encode_parts(rendered.prompt, rendered.special_ranges))
@@ -195,20 +216,33 @@ def chat_prompt(
     return ChatPrompt(tokens, conversation, thinking, bool(conversation.conversation.tools))
 
 
+@contextmanager
+def encoder_refusals() -> Iterator[None]:
+    """What the encoder refuses is a 400. Raises :class:`ApiError`."""
+    try:
+        with no_panic("a conversation"):
+            yield
+    except ConversionError as error:
+        told = decode_body(error.body.encode()).get("error", {})
+        raise ApiError(400, str(told.get("message", error)), code="invalid_value") from error
+    except (ValueError, OverflowError, RecursionError) as error:  # UnicodeEncodeError is a ValueError
+        raise ApiError(400, str(error), code="invalid_value") from error
+
+
 def refuse_beyond(text: str, vocabulary: ServingVocabulary, n_ctx: int) -> None:
     """Refuse a text that cannot fit, before seconds are spent on tokenising it. Raises :class:`ApiError`."""
     if (least := vocabulary.least_tokens(text)) > n_ctx:
         raise overlong(least, None, n_ctx, at_least=True)
 
 
-def _refuse_response_format(body: Mapping[str, Any]) -> None:
-    given = body.get("response_format")
+def refuse_format(name: str, given: object) -> None:
+    """Refuse any format of the answer but text. Raises :class:`ApiError`."""
     kind = given.get("type") if isinstance(given, dict) else given
     if kind not in (None, "text"):
         raise ApiError(
             400,
-            f"response_format {str(kind)[:40]!r} is not supported: the sampler knows no schemas, so the answer could not be"
-            " held to it; ask for JSON in the prompt",
-            param="response_format",
+            f"{name} {str(kind)[:40]!r} is not supported: the sampler knows no schemas, so the answer could not be held to it;"
+            " ask for JSON in the prompt",
+            param=name,
             code="unsupported_parameter",
         )

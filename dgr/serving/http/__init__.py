@@ -1,1 +1,1 @@
-"""A pipeline behind OpenAI's HTTP API (extra ``http``): starlette on anycorn under trio, prompts by deepseek-recipe."""
+"""A pipeline behind OpenAI's and Anthropic's HTTP APIs (extra ``http``): starlette on anycorn under trio."""

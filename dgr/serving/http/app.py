@@ -10,10 +10,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from dgr.serving.api.errors import ApiError
-from dgr.serving.http.endpoints import ChatCompletions, Completions
+from dgr.serving.api.errors import ApiError, ErrorShape
+from dgr.serving.http.completions import ChatCompletions, Completions
 from dgr.serving.http.keys import ApiKeys, App, Gate
+from dgr.serving.http.messages import CountTokens, Messages
 from dgr.serving.http.page import PAGE_HEADERS, page
+from dgr.serving.http.responses import Responses
 from dgr.serving.http.service import Service
 
 __all__ = ["make_app"]
@@ -41,9 +43,8 @@ def make_app(
 
     async def model(request: Request) -> Response:
         if request.path_params["name"] != options.model:
-            return _error(
-                ApiError(404, f"this server has {options.model!r} alone", param="model", code="model_not_found")
-            )
+            message = f"this server has {options.model!r} alone"
+            return _error(request, ApiError(404, message, param="model", code="model_not_found"))
         return _json(about())
 
     def about() -> dict[str, Any]:
@@ -69,6 +70,9 @@ def make_app(
         routes=[
             Route("/v1/chat/completions", ChatCompletions(service), methods=["POST"]),
             Route("/v1/completions", Completions(service), methods=["POST"]),
+            Route("/v1/responses", Responses(service), methods=["POST"]),
+            Route("/v1/messages", Messages(service), methods=["POST"]),
+            Route("/v1/messages/count_tokens", CountTokens(service), methods=["POST"]),
             Route("/v1/models", models),
             Route("/v1/models/{name:path}", model),
             Route("/health", health),
@@ -85,19 +89,21 @@ def _json(content: dict[str, Any], status: int = 200) -> Response:
     return Response(msgspec.json.encode(content), status, media_type="application/json")
 
 
-def _error(error: ApiError) -> Response:
-    return Response(error.body, error.status, headers=error.headers)
+def _error(request: Request, error: ApiError) -> Response:
+    return Response(error.body(ErrorShape.of(request.scope["path"])), error.status, headers=error.headers)
 
 
 async def _not_found(request: Request, _: Exception) -> Response:
-    return _error(ApiError(404, f"there is nothing at {request.scope['path']}", code="not_found"))
+    return _error(request, ApiError(404, f"there is nothing at {request.scope['path']}", code="not_found"))
 
 
 async def _not_allowed(request: Request, _: Exception) -> Response:
-    return _error(ApiError(405, f"{request.scope['path']} does not take {request.method}", code="method_not_allowed"))
+    return _error(
+        request, ApiError(405, f"{request.scope['path']} does not take {request.method}", code="method_not_allowed")
+    )
 
 
-async def _failed(_: Request, error: Exception) -> Response:
+async def _failed(request: Request, error: Exception) -> Response:
     """A fault of our own; the server's log has the rest."""
     message = f"the server failed on this request ({type(error).__name__}); its log says more"
-    return _error(ApiError(500, message, kind="server_error", code="internal_error"))
+    return _error(request, ApiError(500, message, kind="server_error", code="internal_error"))

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from dgr.core.files.inputs import read_whole
 from dgr.errors import InputError
-from dgr.serving.api.errors import ApiError
+from dgr.serving.api.errors import ApiError, ErrorShape
 from dgr.wire.tcp import is_loopback
 
 __all__ = ["ApiKeys", "App", "Gate", "Receive", "Scope", "Send", "send_error"]
@@ -85,7 +85,7 @@ class Gate:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         error = self._objection(scope) if scope["type"] == "http" else None
         if error is not None:
-            await send_error(send, error)
+            await send_error(send, error, ErrorShape.of(scope["path"]))
         else:
             await self._app(scope, receive, send)
 
@@ -94,8 +94,10 @@ class Gate:
             return ApiError(505, "this server speaks HTTP/1.1", code="http_version_not_supported")
         if self._keys is not None and scope["path"] not in self._open_paths:
             kind, _, key = _header(scope, b"authorization").partition(" ")
-            if kind.lower() != "bearer" or not self._keys.admits(key.strip()):
-                message = "no valid API key was given; send `Authorization: Bearer KEY` with a key of this server"
+            given = [key.strip()] if kind.lower() == "bearer" else []
+            if not any(self._keys.admits(key) for key in (*given, _header(scope, b"x-api-key"))):
+                ways = "`Authorization: Bearer KEY` or `x-api-key: KEY`"
+                message = f"no valid API key was given; send {ways} with a key of this server"
                 return ApiError(401, message, code="invalid_api_key")
         if self._local_only and not _is_local(scope):
             message = (
@@ -120,8 +122,8 @@ def _header(scope: Scope, wanted: bytes) -> str:
     return next((value.decode("latin-1") for name, value in scope["headers"] if name == wanted), "")
 
 
-async def send_error(send: Send, error: ApiError) -> None:
+async def send_error(send: Send, error: ApiError, shape: ErrorShape) -> None:
     """A whole response that says what was wrong."""
     headers = [(name.encode(), value.encode()) for name, value in error.headers.items()]
     await send({"type": "http.response.start", "status": error.status, "headers": headers})
-    await send({"type": "http.response.body", "body": error.body})
+    await send({"type": "http.response.body", "body": error.body(shape)})

@@ -36,9 +36,9 @@ class ClientLeft(Exception):
     """The client closed its connection; nobody reads an answer."""
 
 
-def data_event(data: bytes) -> bytes:
+def data_event(data: bytes, name: str | None = None) -> bytes:
     """One server-sent event."""
-    return b"data: " + data + b"\n\n"
+    return b"data: " + data + b"\n\n" if name is None else b"event: " + name.encode() + b"\ndata: " + data + b"\n\n"
 
 
 async def read_body(receive: Receive, most: int) -> bytes:

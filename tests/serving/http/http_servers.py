@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import anthropic
 import openai
 import trio
 from attrs import define
@@ -120,6 +121,10 @@ class Server:
     def client(self, key: str = "no key", **options: Any) -> openai.AsyncOpenAI:
         options = {"max_retries": 0, "timeout": HANG, **options}
         return openai.AsyncOpenAI(base_url=f"http://{self.address}/v1", api_key=key, **options)
+
+    def anthropic(self, key: str = "no key", **options: Any) -> anthropic.AsyncAnthropic:
+        options = {"max_retries": 0, "timeout": HANG, **options}
+        return anthropic.AsyncAnthropic(base_url=f"http://{self.address}", api_key=key, **options)
 
     async def connect(self) -> Stream:
         host, port = self.address.rsplit(":", 1)

@@ -17,6 +17,7 @@ from typing import Any
 import openai
 import pytest
 import trio
+from serving.http.apis import CALL, LONG, QUICK
 from serving.http.chat_model import EOS, UNTHINK, spelled
 from serving.http.http_servers import Server, chat_body
 
@@ -26,14 +27,8 @@ from dgr.serving.http.keys import ApiKeys
 from dgr.serving.http.service import ServerOptions
 from dgr.testing.waits import until
 
-LONG = "tell me all of it, please: " + 25 * "abcdefghij klmnop "
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
-CALL = (
-    '\n\n<｜DSML｜tool_calls>\n<｜DSML｜invoke name="f">\n<｜DSML｜parameter name="a" string="true">x "y"</｜DSML｜parameter>\n'
-    '<｜DSML｜parameter name="n" string="false">5</｜DSML｜parameter>\n</｜DSML｜invoke>\n</｜DSML｜tool_calls>'
-)
 THINKING = {"thinking": {"type": "enabled"}, "reasoning_effort": "low"}
-QUICK = ServerOptions(model="m", thinking=Thinking.OFF, keep_alive=0.02)
 
 
 def text_of(chunks: list[Any], name: str = "content") -> str:

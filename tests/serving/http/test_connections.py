@@ -24,7 +24,8 @@ from dgr.errors import InputError, RequestTimedOut
 from dgr.serving.api.prompts import Thinking
 from dgr.serving.engine import Job, ServingEngine, open_serving
 from dgr.serving.http.app import make_app
-from dgr.serving.http.endpoints import ChatCompletions, Running
+from dgr.serving.http.completions import ChatCompletions
+from dgr.serving.http.endpoints import Running
 from dgr.serving.http.keys import ApiKeys
 from dgr.serving.http.server import HttpPolicy, bind, check_reach, run_server, server_config
 from dgr.serving.http.service import ServerOptions, Service

@@ -8,8 +8,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +16,12 @@ import openai
 import pytest
 import trio
 from narrow import present
+from serving.http.programs import CONTEXT, served
 
 import dgr
 from dgr.cli import main
 from dgr.serving.api.vocabulary import ServingVocabulary
 
-CONTEXT = ("--ctx", "256", "--batch", "64", "--ubatch", "64")
 QUESTION = "The quick brown fox"
 
 
@@ -85,7 +84,7 @@ def test_the_library_itself_needs_none_of_it() -> None:
     """A core install has no HTTP library; neither `import dgr` nor any other command may miss them."""
     code = """if True:
         import sys
-        for name in ("anycorn", "starlette", "deepseek_recipe", "prometheus_client", "openai"):
+        for name in ("anycorn", "starlette", "deepseek_recipe", "prometheus_client", "openai", "anthropic"):
             sys.modules[name] = None
         import dgr, dgr.serving.engine, dgr.serving.api.vocabulary
         from dgr.cli import main
@@ -94,31 +93,6 @@ def test_the_library_itself_needs_none_of_it() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "--api-key-file" in done.stdout
-
-
-@contextmanager
-def served(*arguments: object) -> Iterator[tuple[subprocess.Popen[str], dict[str, Any]]]:
-    """The program, and its ready line."""
-    command = [
-        sys.executable,
-        "-m",
-        "dgr",
-        "serve",
-        "--listen",
-        "127.0.0.1:0",
-        "--json",
-        *CONTEXT,
-        *map(str, arguments),
-    ]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        assert line, process.communicate(timeout=20)[1]
-        yield process, json.loads(line)
-    finally:
-        process.kill()
-        process.communicate()
 
 
 def undisturbed(model: Path) -> list[int]:
@@ -173,14 +147,14 @@ def _blocks(language: str) -> list[str]:
 def test_the_examples_of_the_documentation_run(small: Path) -> None:
     examples = [["bash", "-ec", block] for block in _blocks("sh") if block.startswith("curl")]
     examples += [[sys.executable, "-c", block] for block in _blocks("python") if block.startswith("import")]
-    assert len(examples) == 3
+    assert len(examples) == 5
     with served("--model", small, "--name", "tiny") as (_, line):
         for *command, code in examples:
             code = code.replace("http://127.0.0.1:8000", line["url"])
             done = subprocess.run([*command, code], capture_output=True, text=True, timeout=60)
             assert done.returncode == 0, done.stderr
             assert len(done.stdout) > 10
-            assert '"error"' not in done.stdout
+            assert '"error":{' not in done.stdout
 
 
 def test_every_flag_is_documented(capsys: pytest.CaptureFixture[str]) -> None:
