@@ -34,6 +34,7 @@ __all__ = [
     "Denied",
     "Fence",
     "Fenced",
+    "Fork",
     "Frame",
     "Hello",
     "Logits",
@@ -58,7 +59,7 @@ __all__ = [
 ]
 
 #: Grows with every change of the union.
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 
 
 class _Message(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -119,6 +120,18 @@ class Tokens(_Message, frozen=True, tag=6):
     tokens: TokenIds
     logits: LogitsWanted
     sampling: SamplingParams | None
+
+
+class Fork(_Message, frozen=True, tag=10):
+    """Lease a sequence slot for a session and copy into it what session ``source`` holds: exactly ``expect``.
+
+    Answered with Opened once the copy is complete. Work frames of the new session below ``seq`` are dropped, as after Open.
+    """
+
+    key: Key
+    seq: U63
+    source: U63
+    expect: Expectation
 
 
 # --- stage to stage --------------------------------------------------------------------------------------------------
@@ -307,6 +320,7 @@ Frame = (
     | Cancel
     | QueryState
     | Tokens
+    | Fork
     | Boundary
     | AwaitReady
     | Ready
