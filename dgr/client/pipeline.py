@@ -99,6 +99,11 @@ class Pipeline:
         """Chunks of one session that may be in flight."""
         return self._client.limits.window
 
+    @property
+    def copies_sessions(self) -> bool:
+        """Whether :meth:`ClientSession.fork` copies state: every stage of the present route offers it."""
+        return self._client.limits.forks
+
     def statistics(self) -> PipelineStatistics:
         return PipelineStatistics(
             epoch=self.epoch,

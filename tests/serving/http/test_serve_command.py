@@ -62,7 +62,8 @@ def test_what_cannot_be_served_is_refused(
     ("arguments", "message"),
     [
         (("--name", "two words"), "the model's name 'two words'"),
-        (("--sessions", "0"), "n_seq_max is 0"),
+        (("--sessions", "0"), "--sessions is 0"),
+        (("--prefixes", "-1"), "--prefixes -1"),
         (("--max-queued", "-1"), "cannot be negative"),
         (("--deadline", "0"), "deadline must be above 0"),
         (("--max-body", "0"), "most bytes of a body are 0"),
