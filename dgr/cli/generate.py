@@ -80,6 +80,7 @@ def _open(args: argparse.Namespace, shards: list[Shard]) -> AbstractAsyncContext
         policy=link_policy_of(args, file.tls),
         model=args.model,
         chunk=args.chunk,
+        chunk_seconds=args.chunk_seconds,
         timeouts=_timeouts(args.wait),
     )
 

@@ -71,6 +71,7 @@ async def _logits(args: argparse.Namespace, activity: Activity | None) -> tuple[
             mmap=args.mmap,
             memory_budget=args.memory,
             chunk=args.chunk,
+            chunk_seconds=args.chunk_seconds,
         ) as pipeline:
             if activity is not None:
                 activity.about("prefill")

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from dgr.client.pace import CHUNK_SECONDS
 from dgr.cluster.connect import LinkPolicy
 from dgr.core.mtp import CONTRACT, not_executable
 from dgr.core.values import ContextParams, Numerics
@@ -51,7 +52,19 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="A:B,...",
         help="layer ranges of the stages, for example 0:15,15:29,29:43 (default: one stage)",
     )
-    parser.add_argument("--chunk", type=int, metavar="N", help="tokens of a prefill chunk (default: --ubatch)")
+    parser.add_argument(
+        "--chunk",
+        type=int,
+        metavar="N",
+        help="tokens of a prefill chunk (default: --ubatch; in exact numerics fewer, if they take longer than --chunk-seconds)",
+    )
+    parser.add_argument(
+        "--chunk-seconds",
+        type=float,
+        default=CHUNK_SECONDS,
+        metavar="S",
+        help=f"what a chunk may take on a stage, where --chunk does not say (default: {CHUNK_SECONDS:g})",
+    )
     add_context_arguments(parser)
 
 

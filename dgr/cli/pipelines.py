@@ -41,6 +41,7 @@ def open_local(
         mmap=args.mmap,
         memory_budget=args.memory,
         chunk=args.chunk,
+        chunk_seconds=args.chunk_seconds,
         on_shard=on_shard,
     )
 

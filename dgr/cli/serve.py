@@ -253,7 +253,14 @@ def _pipeline(
         local = open_local(slots, on_shard)
         return Path(args.model), local
     file, model = route_of(args)
-    remote = open_route(file, policy=link_policy_of(args, file.tls), model=None, chunk=args.chunk, timeouts=Timeouts())
+    remote = open_route(
+        file,
+        policy=link_policy_of(args, file.tls),
+        model=None,
+        chunk=args.chunk,
+        chunk_seconds=args.chunk_seconds,
+        timeouts=Timeouts(),
+    )
     return Path(model), remote
 
 

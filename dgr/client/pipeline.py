@@ -17,9 +17,10 @@ from dgr.client.control_links import Connector
 from dgr.client.events import Event, EventHub
 from dgr.client.fork import ForkedSession
 from dgr.client.generation import Vocabulary
+from dgr.client.pace import CHUNK_SECONDS
 from dgr.client.route_client import RouteClient, Timeouts
 from dgr.client.session import ClientSession
-from dgr.core.arguments import check_instance, check_whole
+from dgr.core.arguments import check_instance, check_number, check_whole
 from dgr.core.route import Route
 from dgr.core.values import ContextParams, StageIdentity
 from dgr.protocol.limits import INBOX
@@ -91,7 +92,7 @@ class Pipeline:
 
     @property
     def chunk(self) -> int:
-        """Tokens of one prefill chunk."""
+        """Most tokens of one prefill chunk."""
         return self._client.limits.chunk
 
     @property
@@ -162,6 +163,7 @@ async def open_pipeline_on(
     *,
     vocabulary: Vocabulary | None = None,
     chunk: int | None = None,
+    chunk_seconds: float = CHUNK_SECONDS,
     window: int | None = None,
     retries: int = 2,
     timeouts: Timeouts | None = None,
@@ -169,13 +171,16 @@ async def open_pipeline_on(
     """Open a pipeline over stages that ``connect`` reaches.
 
     ``vocabulary``: text to token ids and back; without one, prompts are token ids and answers have no text. ``chunk``:
-    tokens of one prefill chunk (default n_ubatch). ``window``: chunks of one session in flight (default stages + 1).
+    tokens of one prefill chunk; by default n_ubatch, and in exact numerics what the slowest stage evaluates in
+    ``chunk_seconds`` if that is less: a chunk is how long other sessions' streams pause, and how long a cancelled prompt
+    goes on. ``window``: chunks of one session in flight (default stages + 1).
     ``retries``: re-prefills tried for one request before :class:`~dgr.errors.PrefillFailed`. ``timeouts``: every wait.
     Raises :class:`InputError` for values out of range, :class:`InvalidRoute` when the stages do not fit together,
     :class:`PeerRefused`, :class:`LinkBroken` or :class:`DeadlineExceeded` when one cannot be had.
     """
     if chunk is not None:
         check_whole("chunk", chunk, 1)
+    check_number("chunk_seconds", chunk_seconds, 0, above=True)
     if window is not None:
         check_whole("window", window, 1, INBOX)  # more would not fit a session's inbox on a stage
     check_whole("retries", retries, 0)
@@ -183,7 +188,9 @@ async def open_pipeline_on(
     timeouts = Timeouts() if timeouts is None else timeouts
     check_instance("timeouts", timeouts, Timeouts)
     hub = EventHub()
-    client = RouteClient(connect, chunk=chunk, window=window, timeouts=timeouts, emit=hub.emit)
+    client = RouteClient(
+        connect, chunk=chunk, chunk_seconds=chunk_seconds, window=window, timeouts=timeouts, emit=hub.emit
+    )
     async with open_nursery() as nursery:
         async with cancelled_first():
             await nursery.start(client.run, route)

@@ -7,6 +7,7 @@ background but the readers of the control links and the recovery of a route that
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Callable
 from typing import Protocol, TypeAlias, TypeGuard
@@ -17,11 +18,12 @@ from attrs import field, frozen
 from dgr.client.claims import check_work_reply
 from dgr.client.control_links import Connector, ControlLinks
 from dgr.client.events import Event, RouteChanged, RouteDown
+from dgr.client.pace import ChunkPace
 from dgr.client.replies import ControlReply, ControlRequest, FenceReply, PendingReply, WorkReply, control_error
 from dgr.core.arguments import number
 from dgr.core.route import Route
 from dgr.core.state_machine import StateMachine
-from dgr.core.values import Key, StageIdentity
+from dgr.core.values import Key, Numerics, StageIdentity
 from dgr.engine.base import FORK
 from dgr.errors import ClosedError, DeadlineExceeded, DgrError, LinkBroken, SessionLost, WireError
 from dgr.protocol.states import ROUTE, RouteEvent, RouteState
@@ -70,7 +72,7 @@ class SessionLimits:
     n_vocab: int
     #: Tokens a session can hold.
     n_ctx: int
-    #: Tokens of one prefill chunk.
+    #: Most tokens of one prefill chunk.
     chunk: int
     #: Chunks of one session that may be in flight.
     window: int
@@ -94,6 +96,7 @@ class RouteClient:
         connect: Connector,
         *,
         chunk: int | None,
+        chunk_seconds: float,
         window: int | None,
         timeouts: Timeouts,
         emit: Callable[[Event], None],
@@ -109,6 +112,8 @@ class RouteClient:
         self.last_recovery_error: str | None = None
         self._connect = connect
         self._chunk = chunk
+        self._chunk_seconds = chunk_seconds
+        self._pace: ChunkPace | None = None
         self._window = window
         self._machine = StateMachine(ROUTE)
         self._live = trio.Event()
@@ -132,8 +137,18 @@ class RouteClient:
         return tuple(self._links.stages[ref.address].description for ref in self.route.stages)
 
     @property
+    def pace(self) -> ChunkPace:
+        """Tokens of the next chunk: as ``chunk`` says; without it at most n_ubatch, and in exact numerics what takes
+        ``chunk_seconds``."""
+        if self._pace is None:
+            exact = self.descriptions[0].context.numerics is Numerics.EXACT
+            adapts = self._chunk is None and exact and self._chunk_seconds < math.inf
+            self._pace = ChunkPace(self.limits.chunk, self._chunk_seconds if adapts else None)
+        return self._pace
+
+    @property
     def limits(self) -> SessionLimits:
-        """By default a chunk is n_ubatch tokens, and a window keeps every stage at work: stages + 1."""
+        """By default a chunk is at most n_ubatch tokens, and a window keeps every stage at work: stages + 1."""
         head = self._links.stages[self.route.stages[0].address].description
         return SessionLimits(
             n_vocab=head.n_vocab,
@@ -239,7 +254,7 @@ class RouteClient:
         replies: list[tuple[str, PendingReply]] = []
         for index, ref in enumerate(route.stages):
             before, after = route.predecessor(index), route.successor(index)
-            fence = frames.Fence(self.route_id, self.epoch, ref.address, before, after)
+            fence = frames.Fence(self.route_id, self.epoch, ref.address, before, after, len(route.stages))
             replies.append((ref.address, self._links.request(FenceReply(ref.address, self.epoch), fence)))
         fenced: list[frames.Fenced] = []
         failures: list[DgrError] = []

@@ -7,7 +7,6 @@ any loss are the same call; only the number of tokens differs.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
@@ -313,16 +312,17 @@ class ClientSession:
 
     async def _run(self, request: WorkRequest) -> frames.Token | None:
         """Send the chunks back to back, so that all stages work at once; take the replies in order."""
-        work, limits, began = self._work, self._route.limits, trio.current_time()
-        first, end = work.committed, len(self.transcript)
-        chunks = deque(request.chunks(first, end, limits.chunk))
-        several = len(chunks) > 1
+        work, window, pace, began = self._work, self._route.limits.window, self._route.pace, trio.current_time()
+        first = sent = work.committed
+        end, before = len(self.transcript), began
+        several = end - first > pace.tokens
         token: frames.Token | None = None
         try:
-            while chunks or work.in_flight:
-                while chunks and work.in_flight < limits.window:
-                    start, until, logits = chunks.popleft()
-                    work.send(self.transcript[start:until], logits, request)
+            while sent < end or work.in_flight:
+                while sent < end and work.in_flight < window:
+                    until, logits = request.chunk(sent, end, pace.tokens)
+                    work.send(self.transcript[sent:until], logits, request)
+                    sent = until
                     self._kept = None
                     self._machine.fire(ClientEvent.SEND)
                 chunk, received = await work.next_reply()
@@ -332,8 +332,11 @@ class ClientSession:
                     case frames.Logits() as rows if request.rows is not None and received.payload is not None:
                         request.rows(rows.position - rows.n_rows, received.payload)
                 if several:
-                    seconds = trio.current_time() - began
-                    self._route.emit(PrefillProgress(self.id, chunk.end - first, end - first, seconds))
+                    now = trio.current_time()
+                    if before > began:
+                        pace.passed(chunk.tokens, now - before)
+                    before = now
+                    self._route.emit(PrefillProgress(self.id, chunk.end - first, end - first, now - began))
         except BaseException:
             self._cancel_in_flight()
             raise

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from attrs import frozen
 
 from dgr.client.events import Event
+from dgr.client.pace import ChunkPace
 from dgr.client.replies import ControlRequest, PendingReply, work_error
 from dgr.client.route_client import SessionLimits, Timeouts
 from dgr.core.prefix import PrefixDigest
@@ -32,6 +33,9 @@ class SessionRoute(Protocol):
 
     @property
     def limits(self) -> SessionLimits: ...
+
+    @property
+    def pace(self) -> ChunkPace: ...
 
     def key(self, session: int) -> Key: ...
 
@@ -62,18 +66,14 @@ class WorkRequest:
     def wants_output(self) -> bool:
         return self.sampling is not None or self.rows is not None
 
-    def chunks(self, begin: int, end: int, size: int) -> Iterator[tuple[int, int, LogitsWanted]]:
-        """Cut ``begin..end`` into chunks of at most ``size`` tokens, each with the logits that are wanted of it."""
-        while begin < end:
-            until = min(begin + size, end)
-            if self.rows is not None and begin < self.rows_from:
-                until = min(until, self.rows_from)
-                yield begin, until, LogitsWanted.NONE
-            elif self.rows is not None:
-                yield begin, until, LogitsWanted.ALL
-            else:
-                yield begin, until, LogitsWanted.LAST if self.sampling and until == end else LogitsWanted.NONE
-            begin = until
+    def chunk(self, begin: int, end: int, size: int) -> tuple[int, LogitsWanted]:
+        """Where the chunk that begins at ``begin`` ends, of at most ``size`` tokens; and the logits that are wanted of it."""
+        until = min(begin + size, end)
+        if self.rows is not None and begin < self.rows_from:
+            return min(until, self.rows_from), LogitsWanted.NONE
+        if self.rows is not None:
+            return until, LogitsWanted.ALL
+        return until, LogitsWanted.LAST if self.sampling and until == end else LogitsWanted.NONE
 
 
 @frozen
@@ -89,6 +89,7 @@ class Chunk:
     """A work frame in flight."""
 
     seq: int
+    tokens: int
     #: Tokens committed once it is through.
     end: int
     sampling: SamplingParams | None
@@ -160,7 +161,7 @@ class SessionWork:
         self._seq = frame.seq
         self._sent.extend(tokens)
         self.sent_in_all += len(tokens)
-        self._chunks.append(Chunk(frame.seq, self._sent.position, sampling, reply))
+        self._chunks.append(Chunk(frame.seq, len(tokens), self._sent.position, sampling, reply))
 
     async def next_reply(self, *, cancelled: bool = False) -> tuple[Chunk, Received]:
         """Take the reply to the oldest work in flight. Cancelled work may not have been run; its replies say so.

@@ -10,6 +10,7 @@ from typing import Any
 import trio
 from attrs import evolve, field, frozen
 
+from dgr.client.pace import CHUNK_SECONDS
 from dgr.client.pipeline import Pipeline, Timeouts, open_pipeline_on
 from dgr.cluster.route_file import RouteFile, read_route_file
 from dgr.core.arguments import check_instance, flag, instance, number, optional, whole
@@ -132,6 +133,7 @@ async def open_route(
     policy: LinkPolicy | None = None,
     model: str | Path | None = None,
     chunk: int | None = None,
+    chunk_seconds: float = CHUNK_SECONDS,
     window: int | None = None,
     retries: int = 2,
     timeouts: Timeouts | None = None,
@@ -140,9 +142,9 @@ async def open_route(
     """A pipeline over stages in other processes, as a route file names them; leaving the block closes its links.
 
     ``model``: a GGUF whose vocabulary to use (default: the route file's ``model``); without one, prompts are token ids and
-    answers have no text. ``policy``: links (default: TLS with the route file's credentials). ``chunk``, ``window``,
-    ``retries``, ``timeouts``: as in :func:`~dgr.client.pipeline.open_pipeline_on`, which also says what is raised when
-    stages cannot be had. ``mtp`` is reserved: None. Raises :class:`~dgr.errors.InvalidRoute` for a bad route file,
+    answers have no text. ``policy``: links (default: TLS with the route file's credentials). ``chunk``, ``chunk_seconds``,
+    ``window``, ``retries``, ``timeouts``: as in :func:`~dgr.client.pipeline.open_pipeline_on`, which also says what is
+    raised when stages cannot be had. ``mtp`` is reserved: None. Raises :class:`~dgr.errors.InvalidRoute` for a bad route file,
     :class:`~dgr.errors.ArtifactError` for a bad ``model``, :class:`~dgr.errors.MtpNotExecutable`, and
     :class:`~dgr.errors.InputError` for any other value.
     """
@@ -161,6 +163,7 @@ async def open_route(
             file.route,
             vocabulary=vocabulary,
             chunk=chunk,
+            chunk_seconds=chunk_seconds,
             window=window,
             retries=retries,
             timeouts=timeouts,

@@ -11,6 +11,7 @@ import trio
 from attrs import field, frozen
 
 from dgr.artifact.artifact import Artifact
+from dgr.client.pace import CHUNK_SECONDS
 from dgr.client.pipeline import Pipeline, Timeouts, open_pipeline_on
 from dgr.core.arguments import check_callable, check_flag, check_instance, check_whole, number, optional, whole
 from dgr.core.mtp import refuse_value
@@ -247,6 +248,7 @@ async def open_pipeline(
     memory_budget: int | str | None = None,
     policy: ShardPolicy | None = None,
     chunk: int | None = None,
+    chunk_seconds: float = CHUNK_SECONDS,
     window: int | None = None,
     retries: int = 2,
     timeouts: Timeouts | None = None,
@@ -260,7 +262,7 @@ async def open_pipeline(
     numerics of every stage (default: :class:`~dgr.core.values.ContextParams`). ``threads``: compute threads of each stage;
     all together should not exceed the cores. ``mmap``: map the weights instead of reading them. ``memory_budget``: bytes,
     ``"24GiB"`` or ``"50%"`` of the machine for weights, state and compute buffers of all stages together. ``policy``: how
-    stages treat their sessions. ``chunk``, ``window``, ``retries``, ``timeouts``: as in
+    stages treat their sessions. ``chunk``, ``chunk_seconds``, ``window``, ``retries``, ``timeouts``: as in
     :func:`~dgr.client.pipeline.open_pipeline_on`. ``on_shard`` is called with every shard as it starts, to watch it.
     ``mtp`` is reserved: None.
 
@@ -312,6 +314,7 @@ async def open_pipeline(
                 route,
                 vocabulary=vocabulary,
                 chunk=chunk,
+                chunk_seconds=chunk_seconds,
                 window=window,
                 retries=retries,
                 timeouts=timeouts,

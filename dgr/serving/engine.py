@@ -166,9 +166,9 @@ class Answer:
         if self.finish_reason is not None:
             raise StopAsyncIteration
         token: GeneratedToken | None = None
+        self.scope = scope = trio.CancelScope(deadline=self.deadline)
         try:
-            with trio.CancelScope(deadline=self.deadline) as scope:
-                self.scope = scope
+            with scope:
                 token = await self._next()
         except DgrError as error:
             self.ended_because = error

@@ -14,6 +14,7 @@ from dgr.core.values import LogitsWanted, SamplingParams, StateSummary, TopLogpr
 from dgr.engine.base import Output, ShardEngine, Work
 from dgr.errors import EngineError, InputError, NonFinite
 from dgr.stage.engine_thread import EngineThread
+from dgr.stage.ready import ReadyWork
 
 __all__ = ["Scheduler", "SchedulerStatistics", "StepResult"]
 
@@ -22,8 +23,6 @@ T = TypeVar("T")
 _log = logging.getLogger("dgr.shard")
 
 _FLOAT = 4
-#: Requests that may wait for the engine; each session has at most one, so the slots are the real bound.
-_QUEUE = 1024
 
 
 @frozen
@@ -51,6 +50,7 @@ class _Request:
     work: Work
     sampling: SamplingParams | None
     history: Sequence[int]
+    ring: int
     done: trio.Event = field(factory=trio.Event)
     outcome: StepResult | EngineError | InputError | None = None
     #: The session gave up waiting before the step began.
@@ -131,10 +131,10 @@ class Scheduler:
     def __init__(self, engine: ShardEngine) -> None:
         self._engine = engine
         about = engine.describe()
-        self._n_batch = about.context.n_batch
         self._n_vocab = about.n_vocab
-        self._inbox, self._outbox = trio.open_memory_channel[_Request](_QUEUE)
-        self._deferred: _Request | None = None
+        self._ready: ReadyWork[_Request] = ReadyWork(about.context.n_batch, about.context.n_ubatch)
+        #: Set when a request comes.
+        self._came = trio.Event()
         #: Whoever holds it has the engine alone; steps, cleared slots and summaries wait.
         self.engine_lock = trio.Lock()
         self._thread = EngineThread("dgr-engine")
@@ -148,13 +148,14 @@ class Scheduler:
         try:
             while True:
                 batch = await self._next_batch()
-                if batch:
-                    await self._run(batch)
-                    self._batches += 1
-                    self._items += len(batch)
-                    self._tokens += sum(len(request.work.tokens) for request in batch)
-                    for request in batch:
-                        request.done.set()
+                began = trio.current_time()
+                await self._run(batch)
+                self._ready.ran(batch, began, trio.current_time())
+                self._batches += 1
+                self._items += len(batch)
+                self._tokens += sum(len(request.work.tokens) for request in batch)
+                for request in batch:
+                    request.done.set()
         finally:
             self._thread.stop()
 
@@ -168,35 +169,23 @@ class Scheduler:
                 request.outcome = EngineError(f"the engine failed: {type(error).__name__}: {error}")
 
     async def _next_batch(self) -> list[_Request]:
-        first = self._deferred if self._deferred is not None else await self._outbox.receive()
-        self._deferred = None
-        batch: list[_Request] = []
-        room = self._n_batch
-        following: _Request | None = first
-        while following is not None:
-            if not following.abandoned:
-                room -= len(following.work.tokens)
-                if room < 0 and batch:
-                    self._deferred = following
-                    break
-                batch.append(following)
-            try:
-                following = self._outbox.receive_nowait()
-            except trio.WouldBlock:
-                following = None
-        return sorted(batch, key=lambda request: request.work.slot)
+        while isinstance(found := self._ready.next(trio.current_time()), float):
+            self._came = trio.Event()
+            with trio.CancelScope(deadline=found):
+                await self._came.wait()
+        return found
 
-    async def step(self, work: Work, sampling: SamplingParams | None, history: Sequence[int]) -> StepResult:
-        """Run one session's work, merged with whatever else is ready.
+    async def step(
+        self, work: Work, sampling: SamplingParams | None, history: Sequence[int], *, ring: int = 1
+    ) -> StepResult:
+        """Run one session's work, merged with whatever else is ready. ``ring``: see :class:`~dgr.stage.ready.ReadyRequest`.
 
         Raises InputError when a guard refused (nothing changed), EngineError when the session is lost. Cancelled while
         waiting: a step that has begun still ends, its result is dropped.
         """
-        request = _Request(work, sampling, history)
-        try:
-            self._inbox.send_nowait(request)
-        except trio.WouldBlock:
-            await self._inbox.send(request)
+        request = _Request(work, sampling, history, ring)
+        self._ready.add(request, trio.current_time())
+        self._came.set()
         try:
             await request.done.wait()
         except trio.Cancelled:
@@ -209,6 +198,7 @@ class Scheduler:
 
     async def clear(self, slot: int) -> None:
         """Erase a slot once no step is running."""
+        self._ready.forget(slot)
         await self._call(lambda: self._engine.close(slot))
 
     async def fork(self, source: int, target: int, position: int) -> bool:

@@ -82,6 +82,7 @@ class SessionActor:
         reply: Reply,
         forward: Forward,
         idle_timeout: float,
+        ring: int,
         on_end: Callable[[SessionActor], None],
         origin: Origin | None = None,
     ) -> None:
@@ -99,6 +100,7 @@ class SessionActor:
         self._reply = reply
         self._forward = forward
         self._idle_timeout = idle_timeout
+        self._ring = ring
         self._on_end = on_end
         self._machine = StateMachine(SESSION)
         self._scope = trio.CancelScope()
@@ -291,7 +293,9 @@ class SessionActor:
             self._history.extend(frame.tokens)
         self._machine.fire(SessionEvent.WORK)
         try:
-            result = await self._scheduler.step(work, frame.sampling if tail else None, self._history or ())
+            result = await self._scheduler.step(
+                work, frame.sampling if tail else None, self._history or (), ring=self._ring
+            )
         except InputError as error:
             self._machine.fire(SessionEvent.REFUSED)
             if self._history is not None:

@@ -76,6 +76,7 @@ class EpochSupervisor:
         self.epoch = 0
         #: Address of the stage before this one; empty on a head. Boundaries are taken from no one else.
         self.predecessor = ""
+        self._stages = 1
         self.sessions: dict[int, SessionActor] = {}
         #: Set when it takes requests.
         self.started = trio.Event()
@@ -211,7 +212,7 @@ class EpochSupervisor:
             self._answer(frames.StaleEpoch(Key(self.route, frame.epoch, 0), 0, self.epoch))
             return None
         self._machine.fire(EpochEvent.FENCE)
-        self.epoch, self.predecessor = frame.epoch, frame.predecessor
+        self.epoch, self.predecessor, self._stages = frame.epoch, frame.predecessor, frame.stages
         self._successor = None
         self._reaching.cancel()  # an older fence that still waits, or dials, gives way
         self._reaching = trio.CancelScope()
@@ -326,6 +327,7 @@ class EpochSupervisor:
             reply=self._reply,
             forward=self._forward,
             idle_timeout=self._services.idle_timeout,
+            ring=self._stages,
             on_end=self._ended,
             origin=origin,
         )

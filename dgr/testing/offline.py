@@ -61,8 +61,8 @@ async def open_fake_pipeline(
 ) -> AsyncIterator[Offline]:
     """Open a pipeline over stages of a :class:`~dgr.testing.engines.fake.FakeModel`; it knows bytes as token ids.
 
-    ``options`` as of :func:`dgr.open_pipeline_on`: ``chunk``, ``window``, ``retries``, ``timeouts``. It works under
-    trio's autojump clock, where no timeout takes time.
+    ``options`` as of :func:`dgr.open_pipeline_on`: ``chunk``, ``chunk_seconds``, ``window``, ``retries``, ``timeouts``. It
+    works under trio's autojump clock, where no timeout takes time.
     """
     model = model or FakeModel()
     ranges = parse_split(split, model.n_layers)

@@ -81,6 +81,8 @@ class Fence(_Message, frozen=True, tag=1):
     stage: Address
     predecessor: Address
     successor: Address
+    #: Stages of the route.
+    stages: Annotated[int, Meta(ge=1, le=2**16)] = 1
 
 
 class Open(_Message, frozen=True, tag=2):

@@ -12,6 +12,7 @@ from attrs import define, field
 
 from dgr.client.events import Event, GenerationCancelled, Prefilled, PrefillProgress, RePrefilled, StateLost
 from dgr.client.generation import Generation
+from dgr.client.pace import ChunkPace
 from dgr.client.replies import ControlRequest, PendingReply
 from dgr.client.route_client import SessionLimits, Timeouts
 from dgr.client.session import ClientSession
@@ -52,6 +53,7 @@ class ScriptedRoute:
     epoch: int = 1
     timeouts: Timeouts = field(factory=lambda: Timeouts(reply=5.0, control=5.0, route=5.0))
     limits: SessionLimits = LIMITS
+    pace: ChunkPace = field(factory=lambda: ChunkPace(CHUNK, None))
     events: list[Event] = field(factory=list)
     #: Work frames in the order in which they were sent.
     sent: list[frames.Tokens] = field(factory=list)

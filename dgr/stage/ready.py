@@ -1,0 +1,219 @@
+"""Work that is ready, and which of it makes the next native batch.
+
+Decode steps and chunks of prefill go in batches of their own: upstream cuts a mixed batch into sub-batches of equal length
+anyway, so that mixing saves nothing, and a decode step would wait for the chunk beside it. They take turns: one batch of
+prefill, then every decode step that waits by then. So neither kind starves, and no stream meets more than one batch of
+prefill a stage between two tokens. Within a kind whoever waits longest goes first; a session has one request at a time.
+
+*How many groups.* Sessions whose decode steps share a batch come back together, and would share it for ever: with one
+group all stages but one are idle, with as many as there are sessions every step costs what a batch would. S sessions in G
+groups on a ring of K stages take, for a token each, the longer of what one stage needs for all groups and what one group
+needs for all stages; :func:`best_groups` takes the G for which that is shortest, from the measured time of a batch over
+its size. No batch is larger than a group is to be: ceil(S / G).
+
+*How groups come about.* Replies to a batch come back one after another, and whoever takes the first at once splits the
+group for ever. So a batch that is not full waits for sessions that should be here soon: those that left together with one
+that is back, and those whose last time away has passed. With no such session it starts at once. Soon is a tenth of a
+step; a whole step while there are more groups than there should be, as the one merge is worth one wait.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
+
+from attrs import define, field
+
+from dgr.engine.base import Work
+
+__all__ = ["ReadyRequest", "ReadyWork", "StepTime", "best_groups"]
+
+#: Of a decode step's time, how long an unfilled batch waits at most; and that in seconds.
+_PATIENCE, _MOST_PATIENCE = 0.1, 0.02
+#: Weight of what a step took, against that of the one before it, in :class:`StepTime`.
+_OLDER = 0.98
+#: Mean times away after which a session that has not come back is not counted as decoding any more.
+_OVERDUE = 3.0
+
+
+class ReadyRequest(Protocol):
+    """What waits for the engine."""
+
+    work: Work
+    #: Stages of its ring.
+    ring: int
+    #: Whoever asked has gone.
+    abandoned: bool
+
+
+class StepTime:
+    """Seconds of a decode batch over its size: a straight line through what was measured, older steps counting less."""
+
+    def __init__(self) -> None:
+        self._weight = self._n = self._nn = self._t = self._nt = 0.0
+
+    def add(self, n: int, seconds: float) -> None:
+        """A batch of ``n`` steps took so long."""
+        for name, value in (("_weight", 1.0), ("_n", n), ("_nn", n * n), ("_t", seconds), ("_nt", n * seconds)):
+            setattr(self, name, _OLDER * getattr(self, name) + value)
+
+    def __call__(self, n: int) -> float:
+        """Seconds that a batch of ``n`` should take; 0 before the first."""
+        if not self._weight:
+            return 0.0
+        mean_n, mean_t = self._n / self._weight, self._t / self._weight
+        spread = self._nn / self._weight - mean_n * mean_n
+        if spread < 1e-6 * self._nn / self._weight:
+            return mean_t  # all of one size: as if size cost nothing, until a larger one tells
+        slope = (self._nt / self._weight - mean_n * mean_t) / spread
+        return max(mean_t + min(max(slope, 0.0), mean_t / mean_n) * (n - mean_n), 0.0)
+
+
+def best_groups(sessions: int, stages: int, seconds: Callable[[int], float]) -> int:
+    """Groups in which ``sessions`` get a token each round a ring of ``stages`` in the shortest time; at most 1 % off, the
+    most, as small groups come round sooner. ``seconds``: of a batch over its size."""
+    periods = []
+    for groups in range(1, sessions + 1):
+        size, larger = divmod(sessions, groups)
+        one_stage = larger * seconds(size + 1) + (groups - larger) * seconds(size)
+        periods.append(max(one_stage, stages * seconds(size + bool(larger))))
+    shortest = min(periods)
+    if not shortest:
+        return min(sessions, stages)  # nothing was measured yet
+    return max(groups for groups, period in enumerate(periods, 1) if period <= 1.01 * shortest)
+
+
+R = TypeVar("R", bound=ReadyRequest)
+
+
+@define(eq=False)
+class _Group:
+    """Sessions whose decode steps ran as one batch, and come back together."""
+
+    #: When the first of them came back; NaN before.
+    back: float = math.nan
+
+
+@define
+class _Away:
+    """A session whose decode step has run here."""
+
+    since: float
+    group: _Group
+    #: Seconds it was away the last time; NaN if this is the first.
+    last: float
+
+    def due(self) -> float:
+        """When it should be back; NaN where nothing tells."""
+        return self.group.back if not math.isnan(self.group.back) else self.since + self.last
+
+
+@define
+class ReadyWork(Generic[R]):
+    """The requests that wait for one engine."""
+
+    #: Most tokens of a decode batch, and of a batch of prefill chunks (but for a single chunk that is larger).
+    n_batch: int
+    n_ubatch: int
+    _decode: deque[R] = field(factory=deque)
+    _prefill: deque[R] = field(factory=deque)
+    #: Sessions between two decode steps, by slot.
+    _away: dict[int, _Away] = field(factory=dict)
+    #: Seconds a session was away, by slot.
+    _last_away: dict[int, float] = field(factory=dict)
+    _step_time: StepTime = field(factory=StepTime)
+    #: Since when an unfilled batch waits; NaN when none does.
+    _waiting_since: float = math.nan
+    #: Decode steps that go before the next batch of prefill.
+    _first: int = 0
+
+    def __len__(self) -> int:
+        return len(self._decode) + len(self._prefill)
+
+    def add(self, request: R, now: float) -> None:
+        """A request came."""
+        slot = request.work.slot
+        if not _is_decode(request):
+            self.forget(slot)
+            self._prefill.append(request)
+            return
+        if (away := self._away.pop(slot, None)) is not None:
+            self._last_away[slot] = now - away.since
+            if math.isnan(away.group.back):
+                away.group.back = now
+        self._decode.append(request)
+
+    def forget(self, slot: int) -> None:
+        """The slot is another session's from now on, or its session does something else than decode."""
+        self._away.pop(slot, None)
+        self._last_away.pop(slot, None)
+
+    def next(self, now: float) -> list[R] | float:
+        """The next batch, by ascending slot; or until when to wait, unless more comes (infinity: nothing is ready)."""
+        for waiting in (self._decode, self._prefill):
+            for gone in [request for request in waiting if request.abandoned]:
+                waiting.remove(gone)
+        self._first = min(self._first, len(self._decode))
+        if self._prefill and not self._first:
+            return self._take_prefill()
+        if not self._decode:
+            self._waiting_since = math.nan
+            return math.inf
+        self._forget_overdue(now)
+        sessions = len(self._decode) + len(self._away)
+        groups = best_groups(sessions, max(request.ring for request in self._decode), self._step_time)
+        most = min(-(-sessions // groups), self.n_batch)
+        if len(self._decode) < most and now < (until := self._worth_waiting(now, groups)):
+            return until
+        self._waiting_since = math.nan
+        taken = [self._decode.popleft() for _ in range(min(most, len(self._decode)))]
+        self._first -= min(self._first, len(taken))
+        return _by_slot(taken)
+
+    def ran(self, batch: list[R], began: float, now: float) -> None:
+        """A batch has run; what was decoded is on its way round the ring."""
+        if not _is_decode(batch[0]):
+            self._first = len(self._decode)
+            return
+        self._step_time.add(len(batch), now - began)
+        group = _Group()
+        for slot in (request.work.slot for request in batch):
+            self._away[slot] = _Away(now, group, self._last_away.get(slot, math.nan))
+
+    def _take_prefill(self) -> list[R]:
+        self._waiting_since = math.nan
+        taken = [self._prefill.popleft()]
+        room = self.n_ubatch - len(taken[0].work.tokens)
+        while self._prefill and (room := room - len(self._prefill[0].work.tokens)) >= 0:
+            taken.append(self._prefill.popleft())
+        return _by_slot(taken)
+
+    def _worth_waiting(self, now: float, groups: int) -> float:
+        """Until when a batch that is not full should wait for more; the past, if it should not."""
+        if math.isnan(self._waiting_since):
+            self._waiting_since = now
+        step = self._step_time(len(self._decode))
+        late = min(_PATIENCE * step, _MOST_PATIENCE)
+        out = {id(away.group) for away in self._away.values() if math.isnan(away.group.back)}
+        latest = self._waiting_since + (step if 1 + len(out) > groups else late)
+        dues = [due for away in self._away.values() if now < (due := away.due()) + late and due <= latest]
+        return min(dues, default=-math.inf) + late
+
+    def _forget_overdue(self, now: float) -> None:
+        """Those that do not decode any more: their answer has ended, or their client is slow."""
+        usual = max(self._last_away.values(), default=math.inf)
+        for slot, away in list(self._away.items()):
+            known = usual if math.isnan(away.last) else away.last
+            if now - away.since > _OVERDUE * max(known, self._step_time(1)):
+                self.forget(slot)
+
+
+def _is_decode(request: ReadyRequest) -> bool:
+    return len(request.work.tokens) == 1
+
+
+def _by_slot(batch: list[R]) -> list[R]:
+    """Only adjacent ascending slots share a native sub-batch."""
+    return sorted(batch, key=lambda request: request.work.slot)
