@@ -3,7 +3,8 @@
 // Rules. Every function returns a dgr_status (0 is success) unless its comment says otherwise; a failing call leaves a
 // message in dgr_last_error(). No C++ type and no C++ exception crosses this header. Every argument is checked before
 // llama.cpp sees it, because a failed GGML_ASSERT would end the process. A handle is used by one thread at a time;
-// dgr_stage_abort is the one exception. There is no function that saves, loads or reads cache rows.
+// dgr_stage_abort is the one exception. There is no function that saves, loads or reads cache rows:
+// dgr_stage_fork copies them from slot to slot, and nothing of them leaves the stage.
 //
 // This file is also the cdef: keep it free of preprocessor tricks beyond the include guard (the build strips '#' lines).
 #ifndef DGR_NATIVE_H
@@ -19,7 +20,7 @@ extern "C" {
 
 // Grows when this header changes; a package that was written for another one refuses the library.
 typedef enum dgr_abi {
-    DGR_ABI_VERSION = 3,
+    DGR_ABI_VERSION = 4,
 } dgr_abi;
 
 typedef struct dgr_stage dgr_stage; // one model range and its context
@@ -140,6 +141,9 @@ int32_t dgr_stage_info_get(const dgr_stage * stage, dgr_stage_info * out);
 int32_t dgr_stage_run(dgr_stage * stage, const dgr_run * run);
 int32_t dgr_stage_position(const dgr_stage * stage, int32_t slot, int32_t * out); // tokens committed
 int32_t dgr_stage_clear(dgr_stage * stage, int32_t slot);                         // every component of the slot to zero
+// Copies all that a slot holds into an empty one, which then goes on by itself; the source is as it was. After DGR_ERR_LOST
+// the target alone must be cleared.
+int32_t dgr_stage_fork(dgr_stage * stage, int32_t source, int32_t target);
 int32_t dgr_stage_summary(const dgr_stage * stage, int32_t slot, dgr_state_summary * out);
 void dgr_stage_abort(dgr_stage * stage); // from any thread: the run in progress and all later ones fail
 

@@ -87,10 +87,12 @@ class Talker:
             self.sessions[session] = PrefixDigest()
             return frames.Open(Key(self.route, self.epoch, session), self._near(self.seq)), b""
         key, seq = self._key(), self._near(self.seq)
-        kind = rng.choices(["work", "close", "cancel", "probe", "link", "alien"], [10, 1, 2, 2, 2, 1])[0]
+        kind = rng.choices(["work", "fork", "close", "cancel", "probe", "link", "alien"], [10, 2, 1, 2, 2, 2, 1])[0]
         match kind:
             case "work":
                 return self._work(key, seq)
+            case "fork":
+                return self._fork(key, seq), b""
             case "close":
                 return frames.Close(key, seq), b""
             case "cancel":
@@ -104,6 +106,15 @@ class Talker:
                 return rng.choice(words), b""
             case _:
                 return rng.choice(any_answer(rng, key, seq, self.about.n_vocab)), b""
+
+    def _fork(self, source: Key, seq: int) -> frames.Fork:
+        rng = self.rng
+        session, held = rng.randrange(1, 5), self.sessions.get(source.session) or PrefixDigest()
+        digest = held.digest() if rng.random() < 0.9 else rng.randbytes(16)
+        expect = Expectation(self._near(held.position), digest)
+        if rng.random() < 0.8:
+            self.sessions[session] = held.copy()
+        return frames.Fork(Key(source.route, source.epoch, session), seq, source.session, expect)
 
     def _fence(self) -> frames.Fence:
         rng = self.rng
@@ -166,6 +177,7 @@ def any_answer(rng: random.Random, key: Key, seq: int, n_vocab: int) -> list[fra
         frames.Hello(frames.Role.PIPELINE, "x", None),
         frames.Denied("no"),
         frames.Open(key, seq),
+        frames.Fork(key, seq, number, Expectation(u32, bytes(16))),
         frames.Credit(number),
     ]
 
@@ -199,7 +211,8 @@ def lies(rng: random.Random, frame: frames.Frame, n_vocab: int) -> list[frames.F
             choices = [replace(frame, route=rng.randbytes(16)), replace(frame, epoch=frame.epoch + 1)]
         case frames.Opened() | frames.Closed():
             stale = frames.StaleEpoch(frame.key, frame.seq, 2**63 - 1)
-            choices = [replace(frame, seq=frame.seq + near), stale]
+            untrue = frames.StateReport(frame.key, frame.seq, bytes(16), StateSummary(5, ()))
+            choices = [replace(frame, seq=frame.seq + near), stale, untrue]
         case _:
             return [frame]
     lie = rng.choice(choices)

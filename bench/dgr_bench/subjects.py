@@ -135,6 +135,14 @@ class Piped:
         return b"".join(found[position] for position in sorted(found))
 
 
+class Resumed(Piped):
+    """A conversation whose session has the beginning of the prompt already."""
+
+    async def start(self, prompt: Sequence[int]) -> int:
+        self._answer = self.session.generate(transcript=prompt, sampling=SamplingParams(), stop=())
+        return await self.next()
+
+
 class Stages:
     """Stages of a model, loaded once; pipelines of any chunk size are opened over them."""
 

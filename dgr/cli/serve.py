@@ -22,10 +22,12 @@ from dgr.cli.progress import progress_bar
 from dgr.cli.streams import print_json, until_input_ends
 from dgr.client.pipeline import Pipeline, Timeouts
 from dgr.cluster.connect import open_route
+from dgr.core.units import human_bytes
 from dgr.engine.vocab import LlamaVocabulary
 from dgr.errors import InputError
 from dgr.serving.api.vocabulary import ServingVocabulary
 from dgr.serving.engine import ServingLimits, open_serving
+from dgr.stage.shard import Shard
 from dgr.wire.nurseries import open_nursery
 
 if TYPE_CHECKING:
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
 __all__ = ["register", "run"]
 
 _LIMITS = ServingLimits()
+#: Slots of stages in this process, where nothing is said.
+_SESSIONS, _PREFIXES = 4, 4
 #: What marks a checkpoint that was trained on the later ladder of efforts, in its name.
 _LATER = ("0731", "0813")
 #: What a model's name cannot hold.
@@ -58,6 +62,13 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
         type=int,
         metavar="N",
         help="conversations answered at once and kept (default: 4; with --route, as many as its stages have slots)",
+    )
+    parser.add_argument(
+        "--prefixes",
+        type=int,
+        metavar="M",
+        help="slots for copies of prompts and of system texts, beside those of the conversations (default: 4; with --route,"
+        " what --sessions leaves of its stages' slots)",
     )
     parser.add_argument("--api-key-file", metavar="FILE", help="API keys, one a line; without it anyone may ask")
     parser.add_argument(
@@ -144,15 +155,17 @@ async def _serve(args: argparse.Namespace) -> None:
     from dgr.serving.http.server import HttpPolicy, address_of, bind, check_reach, run_server
     from dgr.serving.http.service import Service
 
+    shards: list[Shard] = []
+    path, opening = _pipeline(args, shards.append)
     limits = ServingLimits(
-        sessions=args.sessions if args.route else None,
+        sessions=args.sessions,
+        prefixes=args.prefixes,
         max_waiting=args.max_queued,
         max_waiting_tokens=args.max_queued_tokens,
         deadline=args.deadline,
     )
     policy = HttpPolicy(tls=_tls(args), grace=args.grace, client_timeout=args.client_timeout)
     keys = None if args.api_key_file is None else ApiKeys.read(Path(args.api_key_file))
-    path, opening = _pipeline(args)
     # The port is taken before the weights are read: a wrong address shows at once.
     sockets = bind(args.listen, policy)
     addresses = [address_of(sock) for sock in sockets]
@@ -177,7 +190,7 @@ async def _serve(args: argparse.Namespace) -> None:
                     nursery.start_soon(_take_signals, signals, stop, nursery.cancel_scope)
                     if args.until_stdin_closes:
                         nursery.start_soon(until_input_ends, stop.set)
-                    _announce(args, addresses, service, has_keys=keys is not None)
+                    _announce(args, addresses, service, shards, has_keys=keys is not None)
     finally:
         for sock in sockets:
             sock.close()
@@ -224,11 +237,20 @@ def _options(args: argparse.Namespace, artifact: Artifact) -> ServerOptions:
     )
 
 
-def _pipeline(args: argparse.Namespace) -> tuple[Path, AbstractAsyncContextManager[Pipeline]]:
+def _pipeline(
+    args: argparse.Namespace, on_shard: Callable[[Shard], None]
+) -> tuple[Path, AbstractAsyncContextManager[Pipeline]]:
     """The file of the vocabulary, and the pipeline to open."""
     if args.route is None:
-        args.sessions = 4 if args.sessions is None else args.sessions  # slots of the stages' contexts
-        local = open_local(args)
+        args.sessions = _SESSIONS if args.sessions is None else args.sessions
+        args.prefixes = _PREFIXES if args.prefixes is None else args.prefixes
+        if args.sessions < 1 or args.prefixes < 0:
+            raise InputError(
+                f"--sessions is {args.sessions} and --prefixes {args.prefixes}; give 1 or more, and 0 or more"
+            )
+        # Each has a slot of the stages' contexts.
+        slots = argparse.Namespace(**{**vars(args), "sessions": args.sessions + args.prefixes})
+        local = open_local(slots, on_shard)
         return Path(args.model), local
     file, model = route_of(args)
     remote = open_route(
@@ -242,10 +264,14 @@ def _pipeline(args: argparse.Namespace) -> tuple[Path, AbstractAsyncContextManag
     return Path(model), remote
 
 
-def _announce(args: argparse.Namespace, addresses: list[str], service: Service, *, has_keys: bool) -> None:
+def _announce(
+    args: argparse.Namespace, addresses: list[str], service: Service, shards: list[Shard], *, has_keys: bool
+) -> None:
     scheme = "http" if args.https_cert is None else "https"
     urls = [f"{scheme}://{address}" for address in addresses]
     engine, options = service.engine, service.options
+    # Of the stages in this process; allocated whether it is used or not.
+    state = sum(sum(shard.ledger.memory.state.values()) for shard in shards)
     if args.json:
         print_json(
             {
@@ -254,6 +280,8 @@ def _announce(args: argparse.Namespace, addresses: list[str], service: Service, 
                 "model": options.model,
                 "n_ctx": service.n_ctx,
                 "sessions": engine.line.slots,
+                "prefixes": engine.sessions.places_of_prefixes,
+                "state_bytes": state if shards else None,
                 "thinking": options.thinking.value,
                 "ladder": options.ladder.value,
                 "api_keys": has_keys,
@@ -264,6 +292,7 @@ def _announce(args: argparse.Namespace, addresses: list[str], service: Service, 
         return
     print(
         f"{options.model} on {' and '.join(urls)}: {engine.line.slots} conversations of {service.n_ctx} tokens at once,"
+        f" {engine.sessions.places_of_prefixes} prefixes kept{f' ({human_bytes(state)} of state in all)' if shards else ''},"
         f" thinking {options.thinking.value} ({options.ladder.value}), {'API keys' if has_keys else 'no API keys'}",
         flush=True,
     )

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import math
 
-from dgr.core.values import LogitsWanted, SamplingParams
+from dgr.core.values import Expectation, LogitsWanted, SamplingParams
 from dgr.errors import WireError
 from dgr.wire import frames
 
-__all__ = ["check_report", "check_work_reply"]
+__all__ = ["check_forked", "check_report", "check_work_reply"]
 
 
 def check_work_reply(work: frames.Tokens, reply: frames.Frame, *, is_head: bool, is_tail: bool, n_vocab: int) -> None:
@@ -61,6 +61,23 @@ def _check_token(reply: frames.Token, sampling: SamplingParams | None, n_vocab: 
         raise WireError(f"top log-probabilities came for token ids {sorted(ids)}; the vocabulary has {n_vocab}")
     if not all(math.isfinite(candidate.logprob) for candidate in reply.top):
         raise WireError("a top log-probability came that is not finite")
+
+
+def check_forked(stage: str, expect: Expectation, reply: frames.Frame) -> None:
+    """A stage that has no copy of what was expected holds something else. Raises :class:`WireError`."""
+    match reply:
+        case frames.Opened() | frames.StaleEpoch() | frames.Refused():
+            return
+        case frames.CacheMiss(reason=frames.Miss.POSITION, position=position) if position == expect.position:
+            raise WireError(
+                f"stage {stage} copies nothing for its position, which is the {position} that was asked for"
+            )
+        case frames.CacheMiss(reason=frames.Miss.DIGEST, position=position) if position != expect.position:
+            raise WireError(f"stage {stage} holds other tokens than those asked for, and {position} of them")
+        case frames.CacheMiss():
+            return
+        case _:
+            raise WireError(f"stage {stage} replied to a fork with {type(reply).__name__}")
 
 
 def check_report(stage: str, report: frames.StateReport, position: int, digest: bytes) -> None:

@@ -18,6 +18,7 @@ __all__ = [
     "RePrefilled",
     "RouteChanged",
     "RouteDown",
+    "SessionForked",
     "StateLost",
     "drain",
 ]
@@ -45,6 +46,17 @@ class PrefillProgress:
     committed: int
     total: int
     #: Since the first chunk was sent.
+    seconds: float
+
+
+@frozen
+class SessionForked:
+    """A session began with a copy, on every stage, of the state of another one."""
+
+    session: int
+    source: int
+    #: Committed in the copy, and not prefilled.
+    tokens: int
     seconds: float
 
 
@@ -95,7 +107,14 @@ class RouteDown:
 
 
 Event: TypeAlias = (
-    Prefilled | PrefillProgress | StateLost | RePrefilled | GenerationCancelled | RouteChanged | RouteDown
+    Prefilled
+    | PrefillProgress
+    | SessionForked
+    | StateLost
+    | RePrefilled
+    | GenerationCancelled
+    | RouteChanged
+    | RouteDown
 )
 
 #: Events kept for a subscriber that does not read; later ones are dropped.

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import TypeVar
 
 import trio
 from attrs import frozen
 
 from dgr.client.control_links import Connector
 from dgr.client.events import Event, EventHub
+from dgr.client.fork import ForkedSession
 from dgr.client.generation import Vocabulary
 from dgr.client.pace import CHUNK_SECONDS
 from dgr.client.route_client import RouteClient, Timeouts
@@ -26,6 +28,8 @@ from dgr.protocol.states import RouteState
 from dgr.wire.nurseries import cancelled_first, open_nursery
 
 __all__ = ["Connector", "Pipeline", "PipelineStatistics", "Timeouts", "Vocabulary", "open_pipeline_on"]
+
+AnySession = TypeVar("AnySession", bound=ClientSession)
 
 
 @frozen
@@ -96,6 +100,11 @@ class Pipeline:
         """Chunks of one session that may be in flight."""
         return self._client.limits.window
 
+    @property
+    def copies_sessions(self) -> bool:
+        """Whether :meth:`ClientSession.fork` copies state: every stage of the present route offers it."""
+        return self._client.limits.forks
+
     def statistics(self) -> PipelineStatistics:
         return PipelineStatistics(
             epoch=self.epoch,
@@ -111,8 +120,20 @@ class Pipeline:
     @asynccontextmanager
     async def session(self) -> AsyncIterator[ClientSession]:
         """A conversation. State on the stages is made at first use and dropped when the block ends."""
-        session = ClientSession(self._client, self._next_session, vocabulary=self.vocabulary, retries=self._retries)
-        self._next_session += 1
+        async with self._made(ClientSession) as session:
+            yield session
+
+    @asynccontextmanager
+    async def _fork(self, source: ClientSession) -> AsyncIterator[ClientSession]:
+        async with self._made(ForkedSession) as session:
+            await session.begin_as(source)
+            yield session
+
+    @asynccontextmanager
+    async def _made(self, kind: type[AnySession]) -> AsyncIterator[AnySession]:
+        number, self._next_session = self._next_session, self._next_session + 1
+        session = kind(self._client, number, vocabulary=self.vocabulary, retries=self._retries)
+        session.copier = self._fork
         self._sessions[session.id] = self._client.members[session.id] = session
         try:
             yield session

@@ -23,6 +23,7 @@ from dgr.wire.framing import Received
 
 __all__ = [
     "ControlReply",
+    "ControlRequest",
     "FenceReply",
     "PendingReplies",
     "PendingReply",
@@ -57,6 +58,9 @@ class WorkReply:
     session: int
     seq: int
 
+
+#: What a pipeline asks every stage about one session.
+ControlRequest: TypeAlias = frames.Open | frames.Fork | frames.Close | frames.QueryState
 
 ReplyKey: TypeAlias = FenceReply | ControlReply | WorkReply
 

@@ -19,11 +19,12 @@ from dgr.client.claims import check_work_reply
 from dgr.client.control_links import Connector, ControlLinks
 from dgr.client.events import Event, RouteChanged, RouteDown
 from dgr.client.pace import ChunkPace
-from dgr.client.replies import ControlReply, FenceReply, PendingReply, WorkReply, control_error
+from dgr.client.replies import ControlReply, ControlRequest, FenceReply, PendingReply, WorkReply, control_error
 from dgr.core.arguments import number
 from dgr.core.route import Route
 from dgr.core.state_machine import StateMachine
 from dgr.core.values import Key, Numerics, StageIdentity
+from dgr.engine.base import FORK
 from dgr.errors import ClosedError, DeadlineExceeded, DgrError, LinkBroken, SessionLost, WireError
 from dgr.protocol.states import ROUTE, RouteEvent, RouteState
 from dgr.wire import frames
@@ -75,6 +76,8 @@ class SessionLimits:
     chunk: int
     #: Chunks of one session that may be in flight.
     window: int
+    #: Whether every stage copies sessions.
+    forks: bool = True
 
 
 class RouteMember(Protocol):
@@ -152,6 +155,7 @@ class RouteClient:
             n_ctx=head.context.n_ctx,
             chunk=min(self._chunk or head.context.n_ubatch, head.context.n_batch),
             window=self._window or len(self.route.stages) + 1,
+            forks=all(about.capabilities.get(FORK) == "executable" for about in self.descriptions),
         )
 
     @property
@@ -361,7 +365,7 @@ class RouteClient:
         """The control link to the stage that takes token ids."""
         return self._links.stages[self.route.stages[0].address].link
 
-    async def ask_all(self, frame: frames.Open | frames.Close | frames.QueryState) -> list[tuple[str, frames.Frame]]:
+    async def ask_all(self, frame: ControlRequest) -> list[tuple[str, frames.Frame]]:
         """Send one request to every stage and collect (address, reply), head first."""
         self._check_open()
         what = f"{type(frame).__name__} of session {frame.key.session}"

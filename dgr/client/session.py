@@ -8,7 +8,7 @@ any loss are the same call; only the number of tokens differs.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 import trio
 from attrs import frozen
@@ -17,7 +17,7 @@ from dgr.client.claims import check_report
 from dgr.client.events import GenerationCancelled, Prefilled, PrefillProgress, RePrefilled, StateLost
 from dgr.client.generation import Generation, Vocabulary
 from dgr.client.replies import control_error
-from dgr.client.work import SessionRoute, SessionWork, WorkRequest
+from dgr.client.work import KeptToken, SessionRoute, SessionWork, WorkRequest
 from dgr.core.arguments import check_callable, check_whole, token_ids
 from dgr.core.state_machine import StateMachine
 from dgr.core.values import SamplingParams
@@ -38,14 +38,6 @@ from dgr.wire import frames
 from dgr.wire.nurseries import cancelled_first
 
 __all__ = ["ClientSession"]
-
-
-@frozen
-class _KeptToken:
-    """A token that was drawn for a caller who had gone, and what it was drawn with."""
-
-    sampling: SamplingParams
-    token: frames.Token
 
 
 @frozen
@@ -83,6 +75,8 @@ class ClientSession:
         self.transcript: list[int] = []
         #: Grows with every change of the transcript by its owner.
         self.turn = 0
+        #: Opens a copy of it; its pipeline's.
+        self.copier: Callable[[ClientSession], AbstractAsyncContextManager[ClientSession]] | None = None
         self._route = route
         self._vocabulary = vocabulary
         self._retries = retries
@@ -91,7 +85,7 @@ class ClientSession:
         self._work = SessionWork(route, session_id)
         #: The epoch in which stages may hold something of it; -1 when none does.
         self._epoch = -1
-        self._kept: _KeptToken | None = None
+        self._kept: KeptToken | None = None
         #: In DIVERGING: what was sent, before the transcript was rewritten.
         self._sent_before: list[int] = []
         #: Why the next prefill is a re-prefill; None when it is not one.
@@ -184,6 +178,18 @@ class ClientSession:
         self._rewrite([*self.transcript, *new])
         if self.committed < len(self.transcript):
             await self._commit(WorkRequest())
+
+    def fork(self) -> AbstractAsyncContextManager[ClientSession]:
+        """Another session with this one's transcript and, on every stage, a copy of what this one has committed.
+
+        Each goes on by itself; the other one's state is dropped when the block ends. Where a stage has lost this one's state
+        the other begins without any, and prefills at first use. Raises :class:`Overloaded` when a stage has no slot for it,
+        :class:`SessionBusy`, :class:`SessionError`, :class:`DeadlineExceeded`.
+        """
+        self._check_free()
+        if self.copier is None:
+            raise SessionError(f"session {self.id} was made without a pipeline, which makes the copies")
+        return self.copier(self)
 
     async def state_summaries(self) -> dict[str, frames.StateReport]:
         """Return where the session stands on every stage: address -> counts and digests per component.
@@ -364,12 +370,12 @@ class ClientSession:
 
     async def _drain(self) -> None:
         """Take the replies to cancelled work; the session then stands where the last committed chunk ended."""
-        kept: _KeptToken | None = None
+        kept: KeptToken | None = None
         try:
             while self._work.in_flight:
                 chunk, received = await self._work.next_reply(cancelled=True)
                 if isinstance(received.frame, frames.Token) and chunk.sampling is not None:
-                    kept = _KeptToken(chunk.sampling, received.frame)
+                    kept = KeptToken(chunk.sampling, received.frame)
         except DgrError as error:
             self.lose(str(error))
             return

@@ -10,7 +10,7 @@ from attrs import frozen
 
 from dgr.client.events import Event
 from dgr.client.pace import ChunkPace
-from dgr.client.replies import PendingReply, work_error
+from dgr.client.replies import ControlRequest, PendingReply, work_error
 from dgr.client.route_client import SessionLimits, Timeouts
 from dgr.core.prefix import PrefixDigest
 from dgr.core.values import Expectation, Key, LogitsWanted, SamplingParams
@@ -18,7 +18,7 @@ from dgr.errors import DgrError, SessionLost
 from dgr.wire import frames
 from dgr.wire.framing import Received
 
-__all__ = ["Chunk", "SessionRoute", "SessionWork", "WorkRequest"]
+__all__ = ["Chunk", "KeptToken", "SessionRoute", "SessionWork", "WorkRequest"]
 
 #: Replies that say that work was done.
 _RESULTS = (frames.Advanced, frames.Token, frames.Logits)
@@ -47,9 +47,7 @@ class SessionRoute(Protocol):
 
     def fail_work(self, session: int, seq: int, error: DgrError) -> None: ...
 
-    async def ask_all(
-        self, frame: frames.Open | frames.Close | frames.QueryState
-    ) -> list[tuple[str, frames.Frame]]: ...
+    async def ask_all(self, frame: ControlRequest) -> list[tuple[str, frames.Frame]]: ...
 
     def emit(self, event: Event) -> None: ...
 
@@ -76,6 +74,14 @@ class WorkRequest:
         if self.rows is not None:
             return until, LogitsWanted.ALL
         return until, LogitsWanted.LAST if self.sampling and until == end else LogitsWanted.NONE
+
+
+@frozen
+class KeptToken:
+    """A token that was drawn for a caller who had gone, and what it was drawn with."""
+
+    sampling: SamplingParams
+    token: frames.Token
 
 
 @frozen

@@ -34,6 +34,12 @@ class PrefixDigest:
         self._hash.update(ids.tobytes())
         self.position += len(ids)
 
+    def copy(self) -> PrefixDigest:
+        """A digest of the same ids, which goes on by itself."""
+        made = PrefixDigest()
+        made._hash, made.position = self._hash.copy(), self.position
+        return made
+
     def digest(self) -> bytes:
         """The 16 bytes for the ids taken so far."""
         return self._hash.digest()

@@ -14,7 +14,10 @@ from attrs import frozen
 
 from dgr.core.values import LogitsWanted, SamplingParams, StageIdentity, StateSummary, TopLogprob
 
-__all__ = ["MemoryReport", "Output", "ShardEngine", "Work"]
+__all__ = ["FORK", "MemoryReport", "Output", "ShardEngine", "Work"]
+
+#: The capability of copying a slot: :meth:`ShardEngine.fork`.
+FORK = "fork"
 
 
 @frozen
@@ -92,6 +95,16 @@ class ShardEngine(Protocol):
 
     def close(self, slot: int) -> None:
         """Erase every component of the slot; afterwards its rows are zero and position is 0."""
+        ...
+
+    def fork(self, source: int, target: int) -> None:
+        """Copy all that a slot holds into an empty one; from then on each goes on by itself, as if alone.
+
+        When it returns the copy is complete: the source may be closed at once. Raises :class:`~dgr.errors.InputError` when a
+        guard refuses (a slot that is not there, an empty source, a target that is not empty or is the source): nothing
+        changed then; :class:`~dgr.errors.EngineError` when native code failed: the target must be closed, the source is as
+        it was. Engines that describe the capability ``fork`` as executable have it; of others it is not called.
+        """
         ...
 
     def sample(

@@ -26,7 +26,7 @@ from dgr.core.values import (
     TopLogprob,
 )
 from dgr.engine.address_space import has_address_limit
-from dgr.engine.base import MemoryReport, Output, Work
+from dgr.engine.base import FORK, MemoryReport, Output, Work
 from dgr.engine.files import open_stage
 from dgr.engine.native import Native, NativeHandle, default_native, kernel_fingerprint, runtime_version
 from dgr.engine.numerics import check_exact_types
@@ -207,7 +207,7 @@ class LlamaEngine(NativeHandle):
             context=context,
             kernel_fingerprint=kernel_fingerprint(),
             components=tuple(name for name, size in self._memory.state.items() if size),
-            capabilities={"decode": "executable", CAPABILITY: RESERVED},
+            capabilities={"decode": "executable", FORK: "executable", CAPABILITY: RESERVED},
             runtime=runtime_version(),
             devices=tuple(self._native.ffi.string(self._info.devices).decode("utf-8", "replace").splitlines()),
         )
@@ -322,6 +322,12 @@ class LlamaEngine(NativeHandle):
     def close(self, slot: int) -> None:
         self._check_slot(slot)
         self._native.check(self._native.lib.dgr_stage_clear(self._handle, slot), f"clearing slot {slot}")
+
+    def fork(self, source: int, target: int) -> None:
+        self._check_slot(source)
+        self._check_slot(target)
+        what = f"copying slot {source} to slot {target}"
+        self._native.check(self._native.lib.dgr_stage_fork(self._handle, source, target), what)
 
     def sample(
         self, logits: memoryview | bytes, history: Sequence[int], params: SamplingParams

@@ -148,6 +148,13 @@ class EmbeddedSession:
         """
         await self._bridge.call(self._session.prefill, tokens)
 
+    def fork(self) -> AbstractAsyncContextManager[EmbeddedSession]:
+        """Another session with a copy of this one's state; it is dropped when the block ends."""
+        return Hold(self._bridge, self._fork, partial(EmbeddedSession, self._owner[0]))
+
+    def _fork(self) -> AbstractAsyncContextManager[ClientSession]:
+        return self._session.fork()
+
 
 class EmbeddedEvents:
     """What happens to a pipeline, from the subscription on: iterate over it. Made by :meth:`EmbeddedPipeline.events`.

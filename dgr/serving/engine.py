@@ -49,8 +49,11 @@ _SOON = 1.0
 class ServingLimits:
     """Bounds of a server."""
 
-    #: Conversations answered at once, and kept between requests; None: as many as the stages have slots (n_seq_max).
+    #: Conversations answered at once, and kept between requests; None: as many as the stages have slots (n_seq_max) beside
+    #: those of ``prefixes``.
     sessions: int | None = None
+    #: Slots for copies of states on the way; None: those that ``sessions`` leaves.
+    prefixes: int | None = None
     #: Requests that may wait for a slot.
     max_waiting: int = 64
     #: Prompt tokens of all that wait; None: eight contexts' worth.
@@ -59,7 +62,7 @@ class ServingLimits:
     deadline: float = 1800.0
 
     def __attrs_post_init__(self) -> None:
-        if self.max_waiting < 0 or (self.max_waiting_tokens or 0) < 0 or not self.deadline > 0:
+        if min(self.max_waiting, self.max_waiting_tokens or 0, self.prefixes or 0) < 0 or not self.deadline > 0:
             raise InputError(f"limits of a server cannot be negative, and its deadline must be above 0: {self}")
 
 
@@ -209,7 +212,7 @@ class Answer:
             self.finish_reason = "length"
             return None
         try:
-            if self.kept is None:
+            if self._generation is None:
                 await self._begin()
             token = await self._draw()
         except Overloaded as error:
@@ -227,15 +230,23 @@ class Answer:
         return None
 
     async def _begin(self) -> None:
-        """Wait for the turn, and for the session that holds most of the prompt."""
-        job = self.job
-        await self.place.turn.wait()
-        self.phase, self._prefill_began = Phase.PREFILL, trio.current_time()
-        self.kept = await self._serving.sessions.take(job.prompt, job.sampling, seeded=job.seeded)
+        """Wait for the turn, and for the session that holds most of the prompt; begun again when it was cut short."""
+        job, sessions = self.job, self._serving.sessions
+        if self.kept is None:
+            await self.place.turn.wait()
+            self.phase, self._prefill_began = Phase.PREFILL, trio.current_time()
+            self.kept = await sessions.take(job.prompt, job.sampling, seeded=job.seeded)
+            session = self.kept.session
+            self.usage.cached, self._sent = min(session.committed, self.usage.prompt), session.sent_in_all
         session, turn = self.kept.session, self.kept.unfinished
         if turn is None:
             turn = Turn(job.prompt, job.sampling, job.seeded, [])
-        self.usage.cached, self._sent = min(session.committed, self.usage.prompt), session.sent_in_all
+            for point in sessions.points(job.prompt, self.kept):
+                session.generate(transcript=job.prompt[:point])
+                await session.prefill(())
+                await sessions.store(self.kept, shared=point < len(job.prompt) - 1)
+            if not job.sampling.top_logprobs:  # with its candidates a token takes kilobytes
+                self.kept.unfinished = turn
         self._turn, self._told = turn, 0
         told = [token.id for token in turn.drawn]
         self._generation = session.generate(transcript=[*job.prompt, *told], sampling=turn.sampling, stop=())
@@ -255,10 +266,9 @@ class Answer:
             return None
         self._note_prefill()
         self.phase = Phase.DECODE
-        if not token.top:  # with its candidates a token takes kilobytes, and an answer has a hundred thousand
+        if self.kept.unfinished is not None:
             drawn.append(token)
             self._told += 1
-            self.kept.unfinished = self._turn
         return token
 
     def _note_prefill(self) -> None:
@@ -279,16 +289,18 @@ class ServingEngine:
 
     def __init__(self, pipeline: Pipeline, limits: ServingLimits) -> None:
         n_seq_max, n_ctx = pipeline.context.n_seq_max, pipeline.context.n_ctx
-        slots = n_seq_max if limits.sessions is None else limits.sessions
-        if not 1 <= slots <= n_seq_max:
+        slots = n_seq_max - (limits.prefixes or 0) if limits.sessions is None else limits.sessions
+        prefixes = max(n_seq_max - slots, 0) if limits.prefixes is None else limits.prefixes
+        if slots < 1 or slots + prefixes > n_seq_max:
             raise InputError(
-                f"sessions is {slots}; the stages have {n_seq_max} slots (n_seq_max), give 1 to {n_seq_max}"
+                f"sessions is {slots} and prefixes {prefixes}; the stages have {n_seq_max} slots (n_seq_max) for both, and"
+                " there must be one session"
             )
         tokens = 8 * n_ctx if limits.max_waiting_tokens is None else limits.max_waiting_tokens
         self.pipeline = pipeline
         self.limits = limits
         self.line = Line(slots, limits.max_waiting, tokens)
-        self.sessions = SessionPool(pipeline, slots)
+        self.sessions = SessionPool(pipeline, slots + prefixes, prefixes)
         self.counters = Counters()
         self._answers: set[Answer] = set()
         self._draining = False

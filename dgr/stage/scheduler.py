@@ -201,6 +201,20 @@ class Scheduler:
         self._ready.forget(slot)
         await self._call(lambda: self._engine.close(slot))
 
+    async def fork(self, source: int, target: int, position: int) -> bool:
+        """Copy a slot that holds ``position`` tokens into an empty one, between two steps; False when it holds others by then.
+
+        Whoever asks before the source is cleared is served before it. Raises what :meth:`ShardEngine.fork` raises.
+        """
+
+        def copy() -> bool:
+            if self._engine.position(source) != position:
+                return False
+            self._engine.fork(source, target)
+            return True
+
+        return await self._call(copy)
+
     async def state_summary(self, slot: int) -> StateSummary:
         """Read a slot's state summary between two steps."""
         return await self._call(lambda: self._engine.state_summary(slot))

@@ -10,12 +10,13 @@ from array import array
 from collections.abc import Awaitable, Callable
 
 import trio
+from attrs import frozen
 
 from dgr.core.prefix import PrefixDigest
 from dgr.core.state_machine import StateMachine
-from dgr.core.values import Key, LogitsWanted, StageIdentity, StateSummary
+from dgr.core.values import Expectation, Key, LogitsWanted, StageIdentity, StateSummary
 from dgr.engine.base import Work
-from dgr.errors import EngineError, InputError, NonFinite, WireError
+from dgr.errors import DgrError, EngineError, InputError, NonFinite, WireError
 from dgr.protocol.limits import INBOX
 from dgr.protocol.sampling import sampling_problem
 from dgr.protocol.states import SESSION, SessionEvent, SessionState
@@ -24,7 +25,7 @@ from dgr.stage.scheduler import Scheduler, StepResult
 from dgr.wire import frames
 from dgr.wire.frames import Boundary, Miss, Refusal, Tokens
 
-__all__ = ["SessionActor", "SessionReply", "WorkFrame"]
+__all__ = ["Origin", "SessionActor", "SessionReply", "WorkFrame", "no_copy"]
 
 WorkFrame = Tokens | Boundary
 
@@ -33,13 +34,38 @@ _Delivery = tuple[WorkFrame, memoryview | None, Callable[[], None]]
 
 
 #: What a session tells the pipeline that owns it.
-SessionReply = frames.Advanced | frames.Token | frames.Logits | frames.CacheMiss | frames.Refused | frames.WorkSkipped
+SessionReply = (
+    frames.Opened
+    | frames.Advanced
+    | frames.Token
+    | frames.Logits
+    | frames.CacheMiss
+    | frames.Refused
+    | frames.WorkSkipped
+)
 
 #: How a reply, with its payload if it has one, gets to the pipeline.
 Reply = Callable[[SessionReply, memoryview | bytes | None], Awaitable[None]]
 
 #: How a boundary gets to the next stage. Raises :class:`WireError` when it cannot.
 Forward = Callable[[Boundary, memoryview | bytes], Awaitable[None]]
+
+
+@frozen
+class Origin:
+    """What a forked session begins as: what another one of its route session holds."""
+
+    source: SessionActor
+    expect: Expectation
+
+
+def no_copy(
+    key: Key, seq: int, problem: Miss | str, source: SessionActor | None, code: Refusal = Refusal.PROTOCOL
+) -> frames.CacheMiss | frames.Refused:
+    """What a fork is answered with that gets no copy."""
+    if isinstance(problem, str):
+        return frames.Refused(key, seq, code, problem[:4096])
+    return frames.CacheMiss(key, seq, problem, 0 if source is None else source.position)
 
 
 class SessionActor:
@@ -58,6 +84,7 @@ class SessionActor:
         idle_timeout: float,
         ring: int,
         on_end: Callable[[SessionActor], None],
+        origin: Origin | None = None,
     ) -> None:
         self.key = key
         self.lease = lease
@@ -78,8 +105,9 @@ class SessionActor:
         self._machine = StateMachine(SESSION)
         self._scope = trio.CancelScope()
         self._send, self._receive = trio.open_memory_channel[_Delivery](INBOX)
-        #: Frames taken and not dealt with yet: in the inbox, on their way out of it, or being handled.
-        self._undone = 0
+        #: Requests taken and not dealt with yet: in the inbox, on their way out of it, or being handled; a fork is one.
+        self._undone = 0 if origin is None else 1
+        self._origin = origin
         self._prefix = PrefixDigest()
         # Only the tail draws tokens, and penalties look at the whole transcript.
         self._history = array("i") if description.is_tail else None
@@ -134,13 +162,24 @@ class SessionActor:
         """The native state summary of the slot."""
         return await self._scheduler.state_summary(self.lease.slot)
 
+    def copy_problem(self, expect: Expectation) -> Miss | str | None:
+        """Why no copy of what is expected can be taken at this moment: it is not held here, or not at rest."""
+        if self.is_ending:
+            return Miss.UNKNOWN if self.end_reason is None else self.end_reason
+        if self.state is SessionState.POISONED:
+            return Miss.POISONED
+        if self.state is not SessionState.IDLE or self._receive.statistics().current_buffer_used:
+            return f"session {self.key.session} is at work: copy it when its answers have come"
+        return self._differs(expect)
+
     # --- its own life ---
 
     async def run(self) -> None:
         """Serve work until ended; the slot is cleared and the lease returned whatever happens."""
         try:
             with self._scope:
-                await self._serve()
+                if self._origin is None or await self._begin_as(self._origin):
+                    await self._serve()
         finally:
             self._machine.fire(SessionEvent.END)
             try:
@@ -152,6 +191,31 @@ class SessionActor:
                 # A slot that could not be cleared stays leased for good: what is in it must meet no other session.
                 self._drop_queued()
                 self.ended.set()
+
+    async def _begin_as(self, origin: Origin) -> bool:
+        """Take a copy of what the source holds, and tell the pipeline; False when none is to be had."""
+        source, position = origin.source, origin.expect.position
+        if (problem := source.copy_problem(origin.expect)) is not None:
+            return await self._without_copy(problem, source)
+        # Nothing waits between that look at the source and the place in line for the engine: if the source is cleared from
+        # now on, then after the copy.
+        self._prefix = source._prefix.copy()
+        self._history = None if source._history is None else source._history[:]
+        try:
+            copied = await self._scheduler.fork(source.lease.slot, self.lease.slot, position)
+        except DgrError as error:
+            return await self._without_copy(str(error), source, Refusal.ENGINE)
+        if not copied:
+            return await self._without_copy(Miss.POSITION, source)
+        self._undone -= 1
+        self.last_active = trio.current_time()
+        await self._reply(frames.Opened(self.key, self._first_seq, self.lease.total), None)
+        return True
+
+    async def _without_copy(self, problem: Miss | str, source: SessionActor, code: Refusal = Refusal.PROTOCOL) -> bool:
+        self._prefix = PrefixDigest()
+        await self._reply(no_copy(self.key, self._first_seq, problem, source, code), None)
+        return False
 
     async def _serve(self) -> None:
         while True:
@@ -195,13 +259,13 @@ class SessionActor:
 
     def _missing(self, frame: WorkFrame) -> Miss | None:
         """Why the session does not hold what the frame expects."""
-        if self.state is SessionState.POISONED:
-            return Miss.POISONED
-        if frame.expect.position != self.position:
+        return Miss.POISONED if self.state is SessionState.POISONED else self._differs(frame.expect)
+
+    def _differs(self, expect: Expectation) -> Miss | None:
+        """What of an expectation the session does not hold."""
+        if expect.position != self.position:
             return Miss.POSITION
-        if frame.expect.digest != self.digest:
-            return Miss.DIGEST
-        return None
+        return None if expect.digest == self.digest else Miss.DIGEST
 
     def _unacceptable(self, frame: WorkFrame) -> str | None:
         """Why the frame breaks a limit of the stage."""

@@ -13,6 +13,7 @@ import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from typing import TypeAlias
 from weakref import WeakKeyDictionary
 
 import trio
@@ -40,6 +41,9 @@ _log = logging.getLogger("dgr.shard")
 
 #: Seconds without work after which a session may have to make room for another.
 MIN_IDLE = 1.0
+
+#: What a pipeline asks of one of its sessions.
+SessionRequest: TypeAlias = frames.Open | frames.Fork | frames.Close | frames.QueryState | frames.Tokens | frames.Cancel
 
 #: (own address, successor's address) -> the boundary link between them.
 Dialer = Callable[[str, str], Awaitable[Link]]
@@ -76,7 +80,7 @@ def _nothing() -> None:
 
 def _hand_over(
     supervisor: EpochSupervisor,
-    frame: frames.Open | frames.Close | frames.QueryState | frames.Tokens | frames.Cancel,
+    frame: SessionRequest,
     payload: memoryview | None,
 ) -> None:
     match frame:
@@ -142,20 +146,23 @@ class Shard:
 
     # --- the interface of supervisors ---
 
-    async def lease(self, owner: Hashable, wanted: Callable[[], bool]) -> Lease | None:
-        """A slot for a session; the session idle for longest makes room if it must."""
+    async def lease(
+        self, owner: Hashable, wanted: Callable[[], bool], spared: SessionActor | None = None
+    ) -> Lease | None:
+        """A slot for a session; the session idle for longest, but not ``spared``, makes room if it must."""
         async with self._leasing:  # one after another, or everyone who waits would wake for every slot
-            return await self._lease(owner, wanted)
+            return await self._lease(owner, wanted, spared)
 
-    async def _lease(self, owner: Hashable, wanted: Callable[[], bool]) -> Lease | None:
+    async def _lease(self, owner: Hashable, wanted: Callable[[], bool], spared: SessionActor | None) -> Lease | None:
         while wanted():
             if (lease := self.ledger.lease(owner)) is not None:
                 return lease
             leaving = next((actor for actor in self._actors() if actor.is_ending), None)
             if leaving is None:
                 idle_since = trio.current_time() - self.min_idle
+                idle = (actor for actor in self._actors() if actor.is_idle and actor is not spared)
                 leaving = min(
-                    (actor for actor in self._actors() if actor.is_idle and actor.last_active <= idle_since),
+                    (actor for actor in idle if actor.last_active <= idle_since),
                     key=lambda actor: actor.last_active,
                     default=None,
                 )
@@ -291,7 +298,9 @@ class Shard:
                     raise WireError(
                         f"the link fences more than {_ROUTES_PER_LINK} route sessions of other links; a pipeline has one"
                     )
-            case frames.Open() | frames.Close() | frames.QueryState() | frames.Tokens() | frames.Cancel():
+            case (
+                frames.Open() | frames.Fork() | frames.Close() | frames.QueryState() | frames.Tokens() | frames.Cancel()
+            ):
                 known = self._routes.get(frame.key.route)
                 if known is None or known.control is not link:
                     self._answer_stranger(link, frame)
@@ -320,15 +329,13 @@ class Shard:
             # The link is over; whoever reads it ends what there is of the route session.
             return
 
-    def _answer_stranger(
-        self, link: Link, frame: frames.Open | frames.Close | frames.QueryState | frames.Tokens | frames.Cancel
-    ) -> None:
+    def _answer_stranger(self, link: Link, frame: SessionRequest) -> None:
         """A route session that is not known here holds nothing here."""
         self._unroutable_frames += 1
         match frame:
             case frames.Close():
                 link.send_nowait(frames.Closed(frame.key, frame.seq, 0))
-            case frames.Tokens() | frames.Open() | frames.QueryState():
+            case frames.Tokens() | frames.Open() | frames.Fork() | frames.QueryState():
                 link.send_nowait(frames.CacheMiss(frame.key, frame.seq, Miss.UNKNOWN, 0))
 
     async def _admit(self, route: bytes, link: Link) -> EpochSupervisor:

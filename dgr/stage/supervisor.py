@@ -16,11 +16,12 @@ import trio
 
 from dgr.core.state_machine import StateMachine
 from dgr.core.values import Key, StageIdentity
+from dgr.engine.base import FORK
 from dgr.errors import DgrError, WireError
 from dgr.protocol.states import EPOCH, EpochEvent, EpochState
 from dgr.stage.ledger import Lease, Ledger
 from dgr.stage.scheduler import Scheduler
-from dgr.stage.session import SessionActor, SessionReply, WorkFrame
+from dgr.stage.session import Origin, SessionActor, SessionReply, WorkFrame, no_copy
 from dgr.wire import frames
 from dgr.wire.frames import Boundary, Miss, Refusal
 from dgr.wire.links import Link
@@ -35,6 +36,8 @@ _PROBES = 8
 #: Control requests of one route session that may be under way at once.
 _REQUESTS = 1024
 
+ControlRequest = frames.Fence | frames.Open | frames.Fork | frames.Close | frames.QueryState
+
 
 class StageServices(Protocol):
     """What the shard offers its supervisors."""
@@ -46,8 +49,10 @@ class StageServices(Protocol):
     #: Seconds a fence waits for its successor.
     fence_timeout: float
 
-    async def lease(self, owner: Hashable, wanted: Callable[[], bool]) -> Lease | None:
-        """A slot, evicting the oldest idle session of any route if none is free, as long as it is wanted."""
+    async def lease(
+        self, owner: Hashable, wanted: Callable[[], bool], spared: SessionActor | None = None
+    ) -> Lease | None:
+        """A slot, evicting the oldest idle session of any route but ``spared`` if none is free, as long as it is wanted."""
         ...
 
     async def dial(self, control: Link, own: str, successor: str) -> Link:
@@ -124,7 +129,7 @@ class EpochSupervisor:
     # Requests take effect in the order in which they came: what one changes at once is changed here, in the reader.
     # Only its waits (for a slot, for slots to be cleared, for the next stage) are a task's; tasks start in any order.
 
-    def request(self, frame: frames.Fence | frames.Open | frames.Close | frames.QueryState) -> None:
+    def request(self, frame: ControlRequest) -> None:
         """Start a control request. It runs beside the sessions' work, never behind it."""
         if self._requests >= _REQUESTS:
             raise WireError(
@@ -138,7 +143,10 @@ class EpochSupervisor:
                     self._start(self._fence, frame, old)
             case frames.Open():
                 if self._begin_open(frame):
-                    self._start(self._open, frame)
+                    self._start(self._open, frame, None)
+            case frames.Fork():
+                if (origin := self._origin_of(frame)) is not None and self._begin_open(frame):
+                    self._start(self._open, frame, origin)
             case frames.Close():
                 self._start(self._close, frame, self._begin_close(frame))
             case frames.QueryState():
@@ -262,7 +270,7 @@ class EpochSupervisor:
             key = Key(self.route, self.epoch, 0)
             self._answer(frames.Refused(key, 0, Refusal.SUCCESSOR, f"the link to the next stage ended: {why}"[:4096]))
 
-    def _begin_open(self, frame: frames.Open) -> bool:
+    def _begin_open(self, frame: frames.Open | frames.Fork) -> bool:
         """Whether a slot is to be had for it."""
         key = frame.key
         if not self._admits(key, frame.seq):
@@ -274,14 +282,33 @@ class EpochSupervisor:
         self._opening[key.session] = frame.seq
         return True
 
-    async def _open(self, frame: frames.Open) -> None:
+    def _origin_of(self, frame: frames.Fork) -> Origin | None:
+        """What is to be copied; None, and an answer, when that cannot be: nobody shall make room for it then."""
+        key, source = frame.key, self.sessions.get(frame.source)
+        problem: Miss | str | None
+        if not self._admits(key, frame.seq):
+            return None
+        if self._services.description.capabilities.get(FORK) != "executable":
+            problem = "this stage does not copy sessions: open another one, and send its tokens again"
+        elif not frame.expect.position:
+            problem = f"session {frame.source} is to be copied before it holds a token: open another one instead"
+        elif source is None:
+            problem = self._end_reasons.get(frame.source, Miss.UNKNOWN)
+        elif (problem := source.copy_problem(frame.expect)) is None:
+            source.last_active = trio.current_time()
+            return Origin(source, frame.expect)
+        self._answer(no_copy(key, frame.seq, problem, source))
+        return None
+
+    async def _open(self, frame: frames.Open | frames.Fork, origin: Origin | None) -> None:
         key = frame.key
 
         def wanted() -> bool:
             return self._opening.get(key.session) == frame.seq
 
         # No checkpoint from here on once there is a lease: either it gets its actor or it goes back.
-        lease = await self._services.lease((key, frame.seq), wanted)
+        spared = None if origin is None else origin.source
+        lease = await self._services.lease((key, frame.seq), wanted, spared)
         if not wanted():  # fenced or closed meanwhile; a Close has its own answer
             self._admits(key, frame.seq)
             if lease is not None:
@@ -302,12 +329,14 @@ class EpochSupervisor:
             idle_timeout=self._services.idle_timeout,
             ring=self._stages,
             on_end=self._ended,
+            origin=origin,
         )
         self.sessions[key.session] = actor
         self._end_reasons.pop(key.session, None)
         assert self._nursery is not None
         self._nursery.start_soon(actor.run)
-        self._answer(frames.Opened(key, frame.seq, lease.total))
+        if origin is None:  # else it answers once it has its copy
+            self._answer(frames.Opened(key, frame.seq, lease.total))
 
     def _admits(self, key: Key, seq: int) -> bool:
         if key.epoch != self.epoch:

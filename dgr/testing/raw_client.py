@@ -129,6 +129,13 @@ class RawClient:
     def open(self, session: int, seq: int, epoch: int = 1) -> frames.Open:
         return frames.Open(self.key(session, epoch), seq)
 
+    def fork(
+        self, session: int, seq: int, source: int, held: Sequence[int], *, epoch: int = 1, position: int | None = None
+    ) -> frames.Fork:
+        """A copy of ``source`` that expects it to hold ``held``, at another ``position`` where that is given."""
+        expect = Expectation(len(held) if position is None else position, PrefixDigest(held).digest())
+        return frames.Fork(self.key(session, epoch), seq, source, expect)
+
     def close(self, session: int, seq: int, epoch: int = 1) -> frames.Close:
         return frames.Close(self.key(session, epoch), seq)
 

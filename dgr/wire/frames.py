@@ -34,6 +34,7 @@ __all__ = [
     "Denied",
     "Fence",
     "Fenced",
+    "Fork",
     "Frame",
     "Hello",
     "Logits",
@@ -121,6 +122,18 @@ class Tokens(_Message, frozen=True, tag=6):
     tokens: TokenIds
     logits: LogitsWanted
     sampling: SamplingParams | None
+
+
+class Fork(_Message, frozen=True, tag=10):
+    """Lease a sequence slot for a session and copy into it what session ``source`` holds: exactly ``expect``.
+
+    Answered with Opened once the copy is complete. Work frames of the new session below ``seq`` are dropped, as after Open.
+    """
+
+    key: Key
+    seq: U63
+    source: U63
+    expect: Expectation
 
 
 # --- stage to stage --------------------------------------------------------------------------------------------------
@@ -309,6 +322,7 @@ Frame = (
     | Cancel
     | QueryState
     | Tokens
+    | Fork
     | Boundary
     | AwaitReady
     | Ready

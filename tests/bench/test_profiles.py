@@ -17,12 +17,23 @@ DIGESTS = {
     "fixture": "a9366d42ed46b62813d3499a9a0308b5",
     "quick": "f236035d6fd6993e944e06cd7c6381b2",
     "v4-flash": "6c8afbf84fd7f526d56e1e83d7f37be2",
+    "fixture-2": "483d6335a0f03f09e570548f790aac86",
+    "quick-2": "a17feb930e37deb6f5fc087f9ebb874d",
 }
 
 
 @pytest.mark.parametrize("name", PROFILES)
 def test_the_digest_of_a_profile_is_locked(name: str) -> None:
     assert PROFILES[name].digest == DIGESTS[name]
+
+
+@pytest.mark.parametrize("name", ["fixture", "quick"])
+def test_a_second_profile_adds_sessions_beside_each_other_and_nothing_else(name: str) -> None:
+    first, second = PROFILES[name], PROFILES[f"{name}-2"]
+    assert msgspec.structs.replace(second, name=name, several=msgspec.UNSET) == first
+    assert first.slots == 0 < second.slots == max(second.together)
+    assert set(second.forked) <= set(second.lengths) - {1}
+    assert all(len(second.lengths_together(sessions)) == sessions for sessions in second.together)
 
 
 def test_the_fixture_profile_covers_both_sides_of_every_border() -> None:

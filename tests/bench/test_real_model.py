@@ -119,8 +119,8 @@ async def test_a_run_over_a_route_is_one_json_with_everything(
     assert result.subject["in_process"] is False
     assert [unit["variant"] for unit in result.units.values() if "variant" in unit] == ["split"] * 2 + [
         "re-prefilled"
-    ] * 2
-    assert len(result.metrics["not_certified"]) == 2
+    ] * 2 + ["forked"] * 2
+    assert len(result.metrics["not_certified"]) == 3
     assert "## What was run" in (out / "report.md").read_text()
     assert "split equals whole" not in {check.name for check in result.checks}
     assert "states stand where the closed forms say" in {check.name for check in result.checks}

@@ -13,7 +13,7 @@ from attrs import define, field
 from dgr.client.events import Event, GenerationCancelled, Prefilled, PrefillProgress, RePrefilled, StateLost
 from dgr.client.generation import Generation
 from dgr.client.pace import ChunkPace
-from dgr.client.replies import PendingReply
+from dgr.client.replies import ControlRequest, PendingReply
 from dgr.client.route_client import SessionLimits, Timeouts
 from dgr.client.session import ClientSession
 from dgr.core.prefix import PrefixDigest
@@ -118,7 +118,7 @@ class ScriptedRoute:
         _, reply = self._waiting.pop((session, seq), (None, PendingReply()))
         reply.set(error)
 
-    async def ask_all(self, frame: frames.Open | frames.Close | frames.QueryState) -> list[tuple[str, frames.Frame]]:
+    async def ask_all(self, frame: ControlRequest) -> list[tuple[str, frames.Frame]]:
         await trio.lowlevel.checkpoint()
         self.requests.append(frame)
         match frame:
@@ -128,6 +128,8 @@ class ScriptedRoute:
             case frames.Close():
                 self.held = []
                 reply = frames.Closed(frame.key, frame.seq, 1)
+            case frames.Fork():
+                raise AssertionError("a script for one session copies none")
             case frames.QueryState():
                 digest = PrefixDigest(self.held).digest()
                 reply = frames.StateReport(frame.key, frame.seq, digest, StateSummary(len(self.held), ()))

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 import dgr
 from dgr.client.session import ClientSession
-from dgr.core.values import ContextParams, SamplingParams
+from dgr.core.values import ContextParams, Numerics, SamplingParams
 from dgr.selftest.llama_chain import open_chain
 from dgr.testing.engines.mutants import Mutant, StaleRow, SwappedSideband
 
@@ -34,7 +34,7 @@ async def generated(session: ClientSession, prompt: Sequence[int], count: int) -
 
 
 async def all_logits(session: ClientSession, tokens: Sequence[int], row: int) -> bytes:
-    rows = bytearray(row * len(tokens))
+    rows = bytearray(row * (len(session.transcript) + len(tokens)))
 
     def take(position: int, values: memoryview) -> None:
         rows[position * row : position * row + values.nbytes] = values
@@ -117,3 +117,42 @@ async def test_a_mutant_among_the_stages_is_caught(
     ):
         found = await all_logits(session, prompt(60), 4 * running.pipeline.n_vocab)
     assert (found == rows) is equal
+
+
+class CopiesAnother(Mutant):
+    """Copies the slot of another session that is as long."""
+
+    def fork(self, source: int, target: int) -> None:
+        slots = range(self.engine.describe().context.n_seq_max)
+        wrong = next(slot for slot in slots if slot != source and self.position(slot) == self.position(source))
+        self.engine.fork(wrong, target)
+
+
+@pytest.mark.parametrize(
+    ("numerics", "mutant", "equal"),
+    [
+        (Numerics.EXACT, Mutant, True),
+        (Numerics.NATIVE, Mutant, True),
+        (Numerics.EXACT, CopiesAnother, False),
+    ],
+)
+async def test_forked_equals_cold(
+    small: Path, prompt: Prompt, open_stages: Open, numerics: Numerics, mutant: type[Mutant], equal: bool
+) -> None:
+    """Byte for byte on every stage, and in all that follows, however the other one goes on."""
+    context = replace(CONTEXT, n_ctx=512, numerics=numerics)
+    async with open_stages(small, "0:2,2:4,4:7", context, mutate={1: mutant}, chunk=64) as running:
+        row = 4 * running.pipeline.n_vocab
+        cold: dict[int, bytes] = {}
+        for kind in (1, 2):
+            async with running.pipeline.session() as session:
+                await session.prefill(prompt(200))
+                cold[kind] = (await all_logits(session, prompt(140, seed=kind), row))[200 * row :]
+        async with running.pipeline.session() as session, running.pipeline.session() as beside:
+            await session.prefill(prompt(200))
+            await beside.prefill(prompt(200, seed=3))
+            async with session.fork() as other:
+                assert (running.images(other) == running.images(session)) is equal
+                assert (await all_logits(session, prompt(140, seed=1), row))[200 * row :] == cold[1]
+                assert ((await all_logits(other, prompt(140, seed=2), row))[200 * row :] == cold[2]) is equal
+            running.assert_slots_empty()

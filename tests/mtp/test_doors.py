@@ -231,14 +231,14 @@ async def test_nothing_routes_a_stage_that_offers_it() -> None:
 def test_what_this_version_says_of_itself(merged: Path) -> None:
     engine = LlamaEngine(merged, context=dgr.ContextParams(n_ctx=256), certified_only=False)
     try:
-        assert engine.describe().capabilities == {"decode": "executable", "mtp": "reserved"}
+        assert engine.describe().capabilities == {"decode": "executable", "fork": "executable", "mtp": "reserved"}
     finally:
         engine.stop()
 
 
 async def test_an_engine_that_says_nothing_of_it_is_routed() -> None:
     """It is V4's to reserve; of another model nothing is demanded."""
-    assert FakeEngine().describe().capabilities == {"decode": "executable"}
+    assert FakeEngine().describe().capabilities == {"decode": "executable", "fork": "executable"}
     async with open_fake_pipeline() as offline, offline.pipeline.session() as session:
         assert [token.id async for token in session.generate("x", max_tokens=2, stop=())]
 
@@ -421,6 +421,6 @@ async def test_a_stage_denies_a_link_that_wants_it(wants: tuple[str, ...]) -> No
                 raise AssertionError("it was let in")
         assert repr(wants[-1]) in str(caught.value)
         async with RemoteConnector(policy)(address) as (_, description):
-            assert description.capabilities == {"decode": "executable"}
+            assert description.capabilities == {"decode": "executable", "fork": "executable"}
         assert shard.statistics().sessions == 0
         nursery.cancel_scope.cancel()

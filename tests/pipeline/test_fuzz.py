@@ -88,6 +88,9 @@ async def _lie_to_a_client(seed: int, rounds: int) -> dict[str, int]:
                         await session.logits([1, 2], partial(_note, rows))
                         assert set(rows) == {len(session.transcript) - 2}
                         await session.state_summaries()
+                        async with session.fork() as other:
+                            said = [token.id for token in await take_tokens(other.generate([turn], max_tokens=2))]
+                            assert said == reference([*session.transcript, turn], 2)[: len(said)]
                 seen["right"] += 1
             except DgrError:
                 seen["typed"] += 1

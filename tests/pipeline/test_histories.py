@@ -39,6 +39,7 @@ from dgr.errors import (
     NonFinite,
     Overloaded,
     PrefillFailed,
+    SessionBusy,
     SessionError,
 )
 from dgr.protocol.states import ClientState, EpochState, RouteState
@@ -320,6 +321,33 @@ class Histories(RuleBasedStateMachine):
             await function(*args)
         except (Exception, BaseExceptionGroup) as error:
             self.unexpected.append(error)
+
+    @precondition(lambda self: 0 < len(self.talks) < 4)
+    @rule(which=ANY, turns=st.integers(0, 40))
+    def fork_session(self, which: int, turns: int) -> None:
+        """The copy lives for itself; its source may answer, be closed or be lost while it is made."""
+        source = self.pick(self.talks, which)
+        running = source.pipeline
+        self.disturb()  # its slot may be another's
+
+        async def live() -> None:
+            self.under_way += 1
+            try:
+                async with source.session.fork() as session:
+                    self.under_way -= 1
+                    talk = Talk(session, running, transcript=list(session.transcript), disturbed=100)
+                    running.talks.append(talk)
+                    try:
+                        await talk.left.wait()
+                    finally:
+                        self.under_way += 1
+            except (SessionBusy, Overloaded, SessionError, ClosedError):
+                return  # it answers, all slots are in use, or one of the two was closed meanwhile
+            finally:
+                self.under_way -= 1
+
+        self.loop.call(self._begin_in, running, live)
+        self.turns(turns)
 
     @precondition(lambda self: self.talks)
     @rule(which=ANY)

@@ -41,6 +41,18 @@ def test_an_answer_equals_the_trio_one(small: Path) -> None:
     assert asyncio.run(main()) == undisturbed(small, PROMPT, 12)
 
 
+def test_a_fork_answers_as_its_source_would(small: Path) -> None:
+    async def main() -> tuple[list[int], list[int]]:
+        async with embed.open_pipeline(small, SPLIT, context=CONTEXT) as pipeline, pipeline.session() as session:
+            await session.prefill(PROMPT)
+            async with session.fork() as other:
+                assert other.committed == session.committed == len(PROMPT)
+                copied = await answer(other, [5], 6)
+            return copied, await answer(session, [5], 6)
+
+    assert asyncio.run(main()) == (undisturbed(small, [*PROMPT, 5], 6),) * 2
+
+
 def test_the_end_of_an_answer_is_told_as_under_trio(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bytes that a stop token in mid-character leaves over are in the tail."""
     first, second = undisturbed(small, PROMPT, 2)

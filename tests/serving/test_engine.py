@@ -112,12 +112,13 @@ async def test_an_answer_that_was_left_goes_on_after_its_state_was_lost_too(auto
 async def test_an_answer_with_candidates_is_not_kept_for_another_try(autojump_clock: MockClock) -> None:
     """They take kilobytes a token; what was evaluated is kept all the same, if nothing was drawn yet."""
     job = Job(PROMPT, 12, SamplingParams(top_logprobs=20))
-    async with serving() as (engine, offline):
+    async with serving() as (engine, _):
         async with engine.admit(job) as answer:
             assert len((await anext(answer)).top) == 20
         tokens, _ = await drawn(engine, job)
-        assert tokens == await undisturbed(offline, job)
+        assert tokens == await undisturbed_elsewhere(job)
         assert engine.sessions.resumed == 0
+        assert dict(engine.sessions.misses) == {"new": 1, "whole": 1}
 
 
 async def test_a_complete_answer_is_drawn_anew(autojump_clock: MockClock) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 import subprocess
@@ -277,7 +278,105 @@ class HalfPromise(FakeEngine):
         return replace(super().describe(), capabilities={"decode": "executable", "telepathy": "perhaps"})
 
 
+class SharedFork(FakeEngine):
+    """A copy that is its source by another name."""
+
+    def _copy(self, slot: _Slot) -> _Slot:
+        return slot
+
+
+class ShallowFork(FakeEngine):
+    """Copies the position; the rows are shared."""
+
+    def _copy(self, slot: _Slot) -> _Slot:
+        return copy.copy(slot)
+
+
+class HalfFork(FakeEngine):
+    """Copies the tape, not the tally."""
+
+    def _copy(self, slot: _Slot) -> _Slot:
+        made = super()._copy(slot)
+        made.tally = self._new_slot().tally
+        return made
+
+
+class WrongFork(FakeEngine):
+    """Copies the last slot, whichever was asked for."""
+
+    def _copy(self, slot: _Slot) -> _Slot:
+        return super()._copy(self._slots[-1])
+
+
+class ForkOffByOne(FakeEngine):
+    """The copy stands one token too far."""
+
+    def _copy(self, slot: _Slot) -> _Slot:
+        made = super()._copy(slot)
+        made.position += 1
+        return made
+
+
+class LateFork(FakeEngine):
+    """Puts the copying of rows off until something runs, as llama.cpp does."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.waiting: list[tuple[int, int]] = []
+
+    def fork(self, source: int, target: int) -> None:
+        super().fork(source, target)
+        position = self._slots[target].position
+        self._slots[target] = self._new_slot()
+        self._slots[target].position = position
+        self.waiting.append((source, target))
+
+    def run(self, batch: Sequence[Work]) -> list[Output]:
+        for source, target in self.waiting:
+            self._slots[target].tape = super()._copy(self._slots[source]).tape
+            self._slots[target].tally = super()._copy(self._slots[source]).tally
+        self.waiting.clear()
+        return super().run(batch)
+
+    def state_summary(self, slot: int) -> StateSummary:
+        return super().state_summary({target: source for source, target in self.waiting}.get(slot, slot))
+
+
+class ForkMoves(FakeEngine):
+    """Leaves nothing in the source."""
+
+    def fork(self, source: int, target: int) -> None:
+        super().fork(source, target)
+        self.close(source)
+
+
+class ForkOverwrites(FakeEngine):
+    """Copies into a slot that holds something."""
+
+    def fork(self, source: int, target: int) -> None:
+        if source != target and self._slot(source).position:
+            self.close(target)
+        super().fork(source, target)
+
+
+class ForksNothing(FakeEngine):
+    """Takes an empty slot for one that can be copied."""
+
+    def fork(self, source: int, target: int) -> None:
+        if self._slot(source).position or self._slot(target).position:
+            super().fork(source, target)
+
+
 MUTANTS = [
+    SharedFork,
+    ShallowFork,
+    HalfFork,
+    WrongFork,
+    ForkOffByOne,
+    LateFork,
+    ForkMoves,
+    ForkOverwrites,
+    ForksNothing,
     SkipClear,
     HalfClear,
     OffByOne,
@@ -333,12 +432,27 @@ class Sideband(FakeEngine):
         return replace(super().describe(), token_sideband=True)
 
 
+class NoForks(FakeEngine):
+    """Does not say that it copies slots."""
+
+    def describe(self) -> StageIdentity:
+        return replace(super().describe(), capabilities={"decode": "executable"})
+
+    def fork(self, source: int, target: int) -> None:
+        raise InputError("this engine copies no slots")
+
+
 EXACT = {
     "test_chunks_do_not_matter",
     "test_companions_do_not_matter",
     "test_the_last_row_is_the_same_alone_and_among_all",
 }
-SLOTS = {"test_companions_do_not_matter", "test_slots_do_not_touch", "test_a_batch_is_refused_as_a_whole"}
+FORKS = {
+    "test_a_fork_goes_on_as_a_cold_run_does",
+    "test_a_fork_outlives_its_source",
+    "test_forks_that_cannot_be_are_refused",
+}
+SLOTS = {"test_companions_do_not_matter", "test_slots_do_not_touch", "test_a_batch_is_refused_as_a_whole", *FORKS}
 #: Checks that put nothing but a whole model together.
 WHOLE = {
     "test_describes_itself",
@@ -348,6 +462,7 @@ WHOLE = {
     "test_sampling_refuses_nonsense",
     "test_stop_is_final_and_idempotent",
     "test_abort_fails_later_runs",
+    "test_forks_that_cannot_be_are_refused",
 }
 CHECKS = {name for name in dir(EngineContract) if name.startswith("test_")}
 
@@ -358,10 +473,11 @@ CHECKS = {name for name in dir(EngineContract) if name.startswith("test_")}
         (FakeEngine, FakeModel(), 2, set(), ""),
         (Native, FakeModel(), 2, EXACT, "numerics = native"),
         (FakeEngine, FakeModel(), 1, SLOTS, "n_seq_max = 1"),
+        (NoForks, FakeModel(), 2, FORKS, "capability fork is not offered"),
         (Sideband, FakeModel(), 2, {"test_ids_are_needed_as_described"}, "token_sideband"),
         (FakeEngine, FakeModel(n_layers=1), 2, CHECKS - WHOLE, "a model of 1 layers that is cut nowhere"),
     ],
-    ids=["all", "numerics", "slots", "sideband", "layers"],
+    ids=["all", "numerics", "slots", "forks", "sideband", "layers"],
 )
 def test_what_an_engine_does_not_promise_is_skipped_with_the_reason(
     engine: type[FakeEngine], model: FakeModel, n_seq_max: int, skipped: set[str], reason: str

@@ -6,13 +6,14 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import msgspec
+from msgspec import UNSET
 
 from dgr import LayerRange, Numerics
 from dgr.core.route import parse_split
 from dgr.v4.hyper_parameters import HyperParameters
 from dgr.v4.state_map import ContextShape, expected_state, state_map
 from dgr_bench.benchmark import Units
-from dgr_bench.certify.measurements import Cancellation, CleanUp, LengthRun, MemoryAt
+from dgr_bench.certify.measurements import Cancellation, CleanUp, LengthRun, MemoryAt, Together
 from dgr_bench.certify.profiles import Profile
 from dgr_bench.certify.refusals import EXPECTED, Refusal
 from dgr_bench.subjects import StageState
@@ -39,6 +40,8 @@ class Raw:
             if "variant" in unit:
                 run = msgspec.convert(unit, LengthRun)
                 self.runs[run.variant, run.length] = run
+        for unit in self._measured("together/"):
+            self.runs |= {(run.variant, run.length): run for run in msgspec.convert(unit, Together).runs}
 
     def of(self, variant: str) -> Iterator[LengthRun]:
         return (run for (name, _), run in self.runs.items() if name == variant)
@@ -58,6 +61,10 @@ class Raw:
             yield from ((f"chunk-{one.chunk}", length) for one in profile.chunkings if length <= one.up_to)
             if length <= profile.reprefill_up_to:
                 yield "re-prefilled", length
+        yield from (("forked", length) for length in profile.forked)
+        for sessions in profile.together if self.in_process else ():
+            for index, length in enumerate(profile.lengths_together(sessions)):
+                yield f"together-{sessions}.{index}", length
 
     def cancellations(self, during: str) -> list[Cancellation]:
         return msgspec.convert(self.units.get(f"cancel/{during}", {}).get("cancellations", []), list[Cancellation])
@@ -93,6 +100,10 @@ def verdicts(profile: Profile, subject: Mapping[str, Any], units: Units) -> list
             checks.append(_alike(raw, "chunkings agree", raw.variants("chunk-"), "split"))
         if profile.reprefill_up_to:
             checks.append(_alike(raw, "re-prefilled equals cold", ["re-prefilled"], "split"))
+        if profile.forked:
+            checks.append(_alike(raw, "forked equals cold", ["forked"], "split"))
+        if raw.in_process and profile.together:
+            checks.append(_alike(raw, "batched equals alone", raw.variants("together-"), "split"))
         if profile.whole and profile.threads:
             checks.append(_alike(raw, "threads agree", raw.variants("threads-"), "whole"))
     checks += [_closed_forms(raw), _stages_agree(raw), _finite(raw)]
@@ -114,10 +125,14 @@ def not_certified(profile: Profile, in_process: bool) -> list[str]:
         missing.append(
             "chunkings, threads and re-prefill are measured as distances: native numerics do not promise equality"
         )
+    if profile.several is not UNSET and not profile.together:  # profiles without it are older than the check
+        missing.append("batched equals alone: the profile runs no sessions together")
     if not profile.refusals:
         missing.append("what must fail: the profile does not try it")
     if not profile.cancels:
         missing.append("cancellation: the profile does not try it")
+    if profile.together and not in_process:
+        missing.append("batched equals alone: seen only where the stages run in the measuring process")
     if not in_process:
         missing.append("memory, wire, clean-up and refusals: seen only where the stages run in the measuring process")
     return missing
@@ -211,7 +226,7 @@ def _stages_agree(raw: Raw) -> Check:
         "stages agree", "every stage holds the same number of tokens, and exactly those tokens, by their digest"
     )
     for where, run, states, position, prefix in _moments(raw):
-        n_stages = len(raw.ranges) if run.variant == "split" or run.variant.startswith(("chunk-", "re-")) else 1
+        n_stages = 1 if run.variant == "whole" or run.variant.startswith("threads-") else len(raw.ranges)
         tally.same(f"{where}, stages", len(states), n_stages)
         for state in states:
             tally.same(f"{where}, stage {state.layers}", (state.position, state.prefix), (position, prefix))

@@ -8,13 +8,15 @@ import sys
 from dgr.cli.options import add_link_arguments
 from dgr_bench.benchmark import Benchmark, benchmark_command
 from dgr_bench.certify.mutants import open_selftest
-from dgr_bench.certify.profiles import PROFILES
+from dgr_bench.certify.profiles import PROFILES, QUICK
 from dgr_bench.certify.run import add_subject_arguments, asked_profile, open_job
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--profile", metavar="P", help=f"{', '.join(PROFILES)}, or a JSON file (default: fixture; with --quick: quick)"
+        "--profile",
+        metavar="P",
+        help=f"{', '.join(PROFILES)}, or a JSON file (default: fixture-2; with --quick: {QUICK})",
     )
     add_subject_arguments(parser)
     parser.add_argument("--selftest", action="store_true", help="run the mutants that every check must catch")
@@ -24,7 +26,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 def _certify(args: argparse.Namespace) -> Benchmark:
     if args.selftest:
         return open_selftest()
-    job = open_job(args, asked_profile(args, "fixture"))
+    job = open_job(args, asked_profile(args, "fixture-2"))
     print(f"profile {job.plan.name}, digest {job.plan.digest}, n_ctx {job.plan.n_ctx}", file=sys.stderr)
     return job
 

@@ -11,13 +11,16 @@ from collections.abc import Sequence
 import msgspec
 import trio
 
-from dgr import Artifact, ContextParams, LayerRange, Pipeline
+from dgr import Artifact, ContextParams, LayerRange, Pipeline, SamplingParams
 from dgr.client.events import Event, RePrefilled, StateLost, drain
 from dgr.core.prefix import PrefixDigest
-from dgr.selftest.chain import some_tokens
+from dgr.core.values import LogitsWanted
+from dgr.engine.base import Work
+from dgr.errors import NonFinite
+from dgr.selftest.chain import Chain, pieces, some_tokens
 from dgr_bench.certify.profiles import Profile
 from dgr_bench.certify.resident import resident_with
-from dgr_bench.subjects import Conversation, Stages, StageState, Traffic, Wrap, load_wrapped, resident_bytes
+from dgr_bench.subjects import Conversation, Resumed, Stages, StageState, Traffic, Wrap, load_wrapped, resident_bytes
 
 
 class RePrefill(msgspec.Struct, frozen=True, kw_only=True):
@@ -145,6 +148,105 @@ async def run_piped(
                 )
         finally:
             run.lost = [event.reason for event in drain(events) if isinstance(event, StateLost)]
+
+
+# --- sessions beside each other -------------------------------------------------------------------------------------
+
+
+async def run_forked(run: LengthRun, stages: Stages, profile: Profile, n_vocab: int) -> bytes:
+    """Fill ``run`` from a copy of a session that stood one token before the prompt's end, and goes on otherwise itself."""
+    prompt = some_tokens(run.length, n_vocab, profile.seed)
+    async with stages.pipeline(profile.chunk) as pipeline:
+        events = pipeline.events()
+        try:
+            async with pipeline.session() as source:
+                await source.prefill(prompt[:-1])
+                async with source.fork() as session:
+                    await source.prefill(some_tokens(profile.continuation, n_vocab, profile.seed + 3))
+                    return await run_length(run, Resumed(pipeline, session), profile, n_vocab)
+        finally:
+            run.lost = [event.reason for event in drain(events) if isinstance(event, StateLost)]
+
+
+class Together(msgspec.Struct, frozen=True, kw_only=True):
+    """Several sessions in the same native batches. Each has a variant of its own: ``together-N.I``."""
+
+    runs: list[LengthRun]
+
+
+async def run_together(sessions: int, stages: Stages, profile: Profile, n_vocab: int) -> Together:
+    """Step as many sessions as one, on the stages' engines themselves: who shares a batch is not left to chance."""
+    chain = Chain(stages.engines)
+    try:
+        return await trio.to_thread.run_sync(_step_together, chain, sessions, profile, n_vocab)
+    finally:
+        for slot in range(sessions):
+            chain.close(slot)
+
+
+def _step_together(chain: Chain, sessions: int, profile: Profile, n_vocab: int) -> Together:
+    runs = [
+        LengthRun(variant=f"together-{sessions}.{index}", length=length)
+        for index, length in enumerate(profile.lengths_together(sessions))
+    ]
+    held: list[list[int]] = [[] for _ in runs]
+    share = max(1, profile.n_batch // sessions)
+
+    def commit(slot: int, tokens: Sequence[int], logits: LogitsWanted) -> Work:
+        work = Work(slot, len(held[slot]), tuple(tokens), logits=logits)
+        held[slot] += tokens
+        return work
+
+    def step(batch: Sequence[Work]) -> dict[int, bytes]:
+        outputs = chain.run(batch)
+        if not all(output.finite for output in outputs):
+            raise NonFinite(f"NaN or Inf in a batch of {len(batch)} sessions")
+        return {output.slot: bytes(output.logits or b"") for output in outputs}
+
+    def states(slot: int) -> tuple[list[StageState], str]:
+        prefix = PrefixDigest(held[slot]).digest().hex()
+        found = zip(chain.engines, chain.summaries(slot), strict=True)
+        return [
+            StageState(
+                layers=str(engine.describe().layers),
+                position=state.position,
+                prefix=prefix,
+                components=state.components,
+            )
+            for engine, state in found
+        ], prefix
+
+    def draw(slot: int, logits: bytes) -> None:
+        runs[slot].tokens.append(chain.tail.sample(logits, (), SamplingParams())[0])
+
+    prompts = [some_tokens(run.length, n_vocab, profile.seed) for run in runs]
+    while waiting := [slot for slot, prompt in enumerate(prompts) if len(held[slot]) < len(prompt)]:
+        batch = []
+        for slot in waiting:  # in pieces of uneven length
+            piece = prompts[slot][len(held[slot]) :][: max(1, share - slot)]
+            ends = len(held[slot]) + len(piece) == len(prompts[slot])
+            batch.append(commit(slot, piece, LogitsWanted.LAST if ends else LogitsWanted.NONE))
+        for slot, logits in step(batch).items():
+            if logits:
+                draw(slot, logits)
+                runs[slot].at_prompt, runs[slot].prefix_at_prompt = states(slot)
+    for _ in range(1, profile.decode):
+        batch = [commit(slot, run.tokens[-1:], LogitsWanted.LAST) for slot, run in enumerate(runs)]
+        for slot, logits in step(batch).items():
+            draw(slot, logits)
+    for slot, run in enumerate(runs):
+        run.at_end, run.prefix_at_end = states(slot)
+    step([commit(slot, run.tokens[-1:], LogitsWanted.NONE) for slot, run in enumerate(runs)])
+    given, rows = some_tokens(profile.continuation, n_vocab, profile.seed + 1), [b""] * sessions
+    for begin, end in pieces(len(given), share):
+        for slot, logits in step(
+            [commit(slot, given[begin:end], LogitsWanted.ALL) for slot in range(sessions)]
+        ).items():
+            rows[slot] += logits
+    for run, values in zip(runs, rows, strict=True):
+        run.rows_digest = hashlib.blake2b(values, digest_size=16).hexdigest()
+        run.rows_not_finite = not_finite(values)
+    return Together(runs=runs)
 
 
 # --- cancellation and clean-up ----------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ from dgr.selftest.fixture.cached import cached_fixture
 from dgr.testing.engines.mutants import Mutant, OffByOne, StaleChunk, StaleRow, SwappedSideband
 from dgr_bench.benchmark import Group, Scratch, Store, Unit, Units, measure
 from dgr_bench.certify.checks import verdicts
-from dgr_bench.certify.profiles import Chunking, Profile
+from dgr_bench.certify.profiles import Chunking, Profile, Several
 from dgr_bench.certify.refusals import REFUSAL_CASES, RefusalCase
 from dgr_bench.certify.run import CertifyJob
 from dgr_bench.plots import Plot
@@ -55,6 +55,7 @@ PROFILE = Profile(
     cancel_chunk=16,
     refusals=2,
     rerun=(5,),
+    several=Several(up_to=200, together=(4,)),
 )
 
 
@@ -67,9 +68,7 @@ class ChunkDependent(Mutant):
     def change(self, work: Work) -> Work:
         if len(work.tokens) % 33 or not work.residual:
             return work
-        rows = bytearray(work.residual)
-        rows[2] ^= 1  # of a mantissa: smaller changes vanish where activations are quantised
-        return evolve(work, residual=bytes(rows))
+        return _flipped(work)
 
 
 class LeakedRow(Mutant):
@@ -190,6 +189,38 @@ class Tired(Mutant):
         return token, top
 
 
+class UnlikeCopy(Mutant):
+    """A copied slot is not quite its source: it reads one value of the residual otherwise."""
+
+    def __init__(self, engine: ShardEngine) -> None:
+        super().__init__(engine)
+        self._copies: set[int] = set()
+
+    def fork(self, source: int, target: int) -> None:
+        self.engine.fork(source, target)
+        self._copies.add(target)
+
+    def close(self, slot: int) -> None:
+        self._copies.discard(slot)
+        self.engine.close(slot)
+
+    def change(self, work: Work) -> Work:
+        return _flipped(work) if work.slot in self._copies else work
+
+
+class NeedsCompany(Mutant):
+    """Sessions that share a batch read one value of the residual otherwise, as with kernels that are chosen by its size."""
+
+    def run(self, batch: Sequence[Work]) -> list[Output]:
+        return self.engine.run([_flipped(work) for work in batch] if len(batch) > 1 else batch)
+
+
+def _flipped(work: Work) -> Work:
+    rows = bytearray(work.residual or b"")
+    rows[2] ^= 1  # of a mantissa: smaller changes vanish where activations are quantised
+    return evolve(work, residual=bytes(rows))
+
+
 # --- what they are for ------------------------------------------------------------------------------------------------
 
 
@@ -255,6 +286,8 @@ MUTANTS = (
     MutantCase("positions off by one", "every run finished", OffByOne),
     MutantCase("kernels that depend on the chunk", "chunkings agree", ChunkDependent),
     MutantCase("a row leaked by the slot's former session", "re-prefilled equals cold", LeakedRow),
+    MutantCase("a copy unlike its source", "forked equals cold", UnlikeCopy),
+    MutantCase("kernels that depend on the company", "batched equals alone", NeedsCompany),
     MutantCase("an epoch kept", "every run finished", KeptEpoch),
     MutantCase("a clear skipped", "nothing is left", KeptRows),
     MutantCase("kernels that depend on the threads", "threads agree", whole=OtherLogits),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import cycle, islice
 from typing import Annotated
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from dgr.core.values import ContextParams, Numerics
 from dgr.errors import InputError
@@ -19,6 +21,15 @@ class Chunking(msgspec.Struct, frozen=True, kw_only=True):
 
     chunk: _Positive
     up_to: _Positive
+
+
+class Several(msgspec.Struct, frozen=True, kw_only=True):
+    """Sessions beside each other on the same stages: copies of one another, and many stepped together."""
+
+    #: Lengths up to which they are run.
+    up_to: _Positive
+    #: Numbers of sessions that are stepped together; their prompts have the profile's lengths, in turn.
+    together: tuple[Annotated[int, msgspec.Meta(ge=2)], ...] = ()
 
 
 class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -58,6 +69,8 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     rerun: tuple[_Positive, ...] = ()
     #: Tokens that the context holds at least.
     reserve: _Count = 0
+    #: Not there in the profiles that have a successor: their digests are those of certificates made before.
+    several: Several | UnsetType = UNSET
 
     @property
     def digest(self) -> str:
@@ -68,6 +81,28 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         """Tokens that the context must hold."""
         longest = max(self.lengths) + self.decode + self.continuation
         return max(longest, self.cancel_length + self.decode, self.reserve)
+
+    @property
+    def forked(self) -> tuple[int, ...]:
+        """Lengths at which a copy of a session is run: what it can be copied at, one token before the prompt's end."""
+        up_to = 0 if self.several is UNSET else self.several.up_to
+        return tuple(length for length in self.lengths if 1 < length <= up_to)
+
+    @property
+    def together(self) -> tuple[int, ...]:
+        """Numbers of sessions that are stepped together."""
+        return () if self.several is UNSET else self.several.together
+
+    def lengths_together(self, sessions: int) -> tuple[int, ...]:
+        """The prompt's length of each of so many sessions."""
+        assert self.several is not UNSET
+        up_to = self.several.up_to
+        return tuple(islice(cycle([length for length in self.lengths if length <= up_to]), sessions))
+
+    @property
+    def slots(self) -> int:
+        """Sequence slots that :attr:`several` takes; 0 where there is none of it."""
+        return 0 if self.several is UNSET else max(2, *self.together, 0)
 
     @property
     def context(self) -> ContextParams:
@@ -86,60 +121,70 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 #: of raw K (640 positions are kept at n_ubatch 512, padded to 768), a second chunk; then several chunks.
 _BORDERS = (1, 3, 4, 5, 127, 128, 129, 511, 512, 513, 639, 640, 641, 767, 768, 769, 1023, 1024, 1025)
 
-PROFILES = {
-    profile.name: profile
-    for profile in (
-        # Two cores and a model of `dgr fixture`: about twenty minutes.
-        Profile(
-            name="fixture",
-            lengths=(*_BORDERS, 4096, 16384),
-            decode=16,
-            continuation=8,
-            chunk=512,
-            chunkings=(Chunking(chunk=1, up_to=129), Chunking(chunk=67, up_to=1025), Chunking(chunk=384, up_to=16384)),
-            reprefill_up_to=16384,
-            threads=(2,),
-            cancels=20,
-            cancel_length=768,
-            cancel_chunk=64,
-            rerun=(1, 129, 641),
-        ),
-        # A smoke test of everything above, in under a minute.
-        Profile(
-            name="quick",
-            lengths=(1, 5, 128, 257),
-            decode=6,
-            continuation=4,
-            chunk=128,
-            chunkings=(Chunking(chunk=1, up_to=5), Chunking(chunk=67, up_to=257)),
-            reprefill_up_to=257,
-            n_batch=128,
-            n_ubatch=128,
-            cancels=2,
-            cancel_length=192,
-            cancel_chunk=32,
-            refusals=3,
-            rerun=(5,),
-        ),
-        # The real model on the machines that hold it. Native numerics, the only ones that GPUs have; the whole model fits
-        # no machine of most clusters.
-        Profile(
-            name="v4-flash",
-            lengths=(4096, 32768, 122880, 262144, 1048448),
-            decode=64,
-            continuation=8,
-            chunk=512,
-            chunkings=(Chunking(chunk=384, up_to=32768),),
-            reprefill_up_to=32768,
-            whole=False,
-            numerics=Numerics.NATIVE,
-            cancels=20,
-            cancel_length=8192,
-            cancel_chunk=512,
-            rerun=(4096,),
-        ),
+_FIRST = (
+    # Two cores and a model of `dgr fixture`: about twenty minutes.
+    Profile(
+        name="fixture",
+        lengths=(*_BORDERS, 4096, 16384),
+        decode=16,
+        continuation=8,
+        chunk=512,
+        chunkings=(Chunking(chunk=1, up_to=129), Chunking(chunk=67, up_to=1025), Chunking(chunk=384, up_to=16384)),
+        reprefill_up_to=16384,
+        threads=(2,),
+        cancels=20,
+        cancel_length=768,
+        cancel_chunk=64,
+        rerun=(1, 129, 641),
+    ),
+    # A smoke test of everything above, in under a minute.
+    Profile(
+        name="quick",
+        lengths=(1, 5, 128, 257),
+        decode=6,
+        continuation=4,
+        chunk=128,
+        chunkings=(Chunking(chunk=1, up_to=5), Chunking(chunk=67, up_to=257)),
+        reprefill_up_to=257,
+        n_batch=128,
+        n_ubatch=128,
+        cancels=2,
+        cancel_length=192,
+        cancel_chunk=32,
+        refusals=3,
+        rerun=(5,),
+    ),
+    # The real model on the machines that hold it. Native numerics, the only ones that GPUs have; the whole model fits
+    # no machine of most clusters.
+    Profile(
+        name="v4-flash",
+        lengths=(4096, 32768, 122880, 262144, 1048448),
+        decode=64,
+        continuation=8,
+        chunk=512,
+        chunkings=(Chunking(chunk=384, up_to=32768),),
+        reprefill_up_to=32768,
+        whole=False,
+        numerics=Numerics.NATIVE,
+        cancels=20,
+        cancel_length=8192,
+        cancel_chunk=512,
+        rerun=(4096,),
+    ),
+)
+
+#: The same, and sessions beside each other; what certificates are made with from now on.
+_SECOND = tuple(
+    msgspec.structs.replace(profile, name=f"{profile.name}-2", several=several)
+    for profile, several in zip(
+        _FIRST, (Several(up_to=4096, together=(2, 5, 8)), Several(up_to=257, together=(2, 8))), strict=False
     )
-}
+)
+
+#: What ``--quick`` asks for.
+QUICK = "quick-2"
+
+PROFILES = {profile.name: profile for profile in (*_FIRST, *_SECOND)}
 
 
 def profile_of(name: str) -> Profile:

@@ -7,6 +7,8 @@ Its units, in the order in which they are measured:
     re-prefilled/L              LengthRun: the stages, with a change of the route after half of the answer
     cancel/prefill, /decode     Cancellations
     clean-up                    CleanUp
+    forked/L                    LengthRun: a copy of a session that stood one token before the prompt's end
+    together/N                  Together: N sessions in the same native batches of the stages' engines
     memory/N                    MemoryAt: the stages at a context of N tokens
     refusals/I                  Refusals: everything that must fail, once
 
@@ -50,9 +52,18 @@ from dgr.v4.state_map import ContextShape
 from dgr_bench.benchmark import Group, Store, Unit, Units, cost_of, sweep
 from dgr_bench.certify import report
 from dgr_bench.certify.checks import verdicts
-from dgr_bench.certify.measurements import LengthRun, cancellations, clean_up, memory_at, run_length, run_piped
+from dgr_bench.certify.measurements import (
+    LengthRun,
+    cancellations,
+    clean_up,
+    memory_at,
+    run_forked,
+    run_length,
+    run_piped,
+    run_together,
+)
 from dgr_bench.certify.metrics import metrics_of, rows_file
-from dgr_bench.certify.profiles import Profile, profile_of
+from dgr_bench.certify.profiles import QUICK, Profile, profile_of
 from dgr_bench.certify.refusals import FOREIGN, REFUSALS_CONTEXT, RefusalCase, refusals
 from dgr_bench.plots import Plot
 from dgr_bench.reports import Section
@@ -130,6 +141,8 @@ class CertifyJob:
         if profile.whole:
             yield self._whole(store, 1)
         yield Group(list(self._stage_units(store)), self._open_stages)
+        if profile.slots:
+            yield Group(list(self._units_of_several(store)), partial(self._open_stages, profile.slots))
         for threads in profile.threads if profile.whole else ():
             yield self._whole(store, threads)
         if self.in_process:
@@ -198,6 +211,25 @@ class CertifyJob:
         if self.in_process:
             yield Unit("clean-up", clean, cost)
 
+    def _units_of_several(self, store: Store) -> Iterator[Unit]:
+        profile, n_vocab = self.plan, self.artifact.hp.n_vocab
+
+        async def fork(length: int, stages: Stages) -> LengthRun:
+            run = LengthRun(variant="forked", length=length)
+            try:
+                self._keep(store, run, await run_forked(run, stages, profile, n_vocab))
+            except DgrError as error:
+                run.error = f"{type(error).__name__}: {error}"
+            return run
+
+        async def together(sessions: int, stages: Stages) -> Any:
+            return await run_together(sessions, stages, profile, n_vocab)
+
+        yield from sweep("forked", profile.forked, fork)
+        for sessions in profile.together if self.in_process else ():
+            cost = sum(map(cost_of, profile.lengths_together(sessions)))
+            yield Unit(f"together/{sessions}", partial(together, sessions), cost)
+
     def _keep(self, store: Store, run: LengthRun, rows: bytes) -> None:
         """Rows of logits are kept where distances will be asked for."""
         if self.plan.numerics is not Numerics.EXACT and store.folder is not None:
@@ -206,15 +238,15 @@ class CertifyJob:
             write_file(path, rows)
 
     @asynccontextmanager
-    async def _open_stages(self) -> AsyncIterator[Stages]:
-        route = self.route
+    async def _open_stages(self, slots: int = 1) -> AsyncIterator[Stages]:
+        route, context = self.route, replace(self.plan.context, n_seq_max=slots)
         if route is None:
-            async with open_stages(self.artifact, self.ranges, self.plan.context, self.wrap) as stages:
+            async with open_stages(self.artifact, self.ranges, context, self.wrap) as stages:
                 yield stages
         else:
             opened = partial(open_route, route, policy=self.policy, model=self.artifact.file.path, timeouts=PATIENCE)
             async with opened() as pipeline:
-                _check_context(pipeline.context, self.plan.context)
+                _check_context(pipeline.context, context)
             yield Stages((), route.route, lambda chunk: opened(chunk=chunk), None)
 
     @asynccontextmanager
@@ -238,6 +270,11 @@ def _patience(whole: Mapping[str, Any] | None) -> float:
 def _check_context(has: ContextParams, wants: ContextParams) -> None:
     """Refuse stages that run with other parameters than the profile locks."""
     flags = f"--ctx {wants.n_ctx} --batch {wants.n_batch} --ubatch {wants.n_ubatch} --numerics {wants.numerics.value}"
+    if has.n_seq_max < wants.n_seq_max:
+        raise InputError(
+            f"the stages have {has.n_seq_max} slots (n_seq_max), the profile runs {wants.n_seq_max} sessions at once; start"
+            f" them with {flags} --sessions {wants.n_seq_max}"
+        )
     for name in ("n_ctx", "n_batch", "n_ubatch", "type_k", "flash_attn", "numerics"):
         value, wanted = getattr(has, name), getattr(wants, name)
         rounded = ContextShape(wanted).n_ctx_seq if name == "n_ctx" else wanted
@@ -267,9 +304,9 @@ def add_subject_arguments(parser: argparse.ArgumentParser) -> None:
 
 def asked_profile(args: argparse.Namespace, default: str) -> Profile:
     """The profile that ``--profile`` and ``--quick`` ask for."""
-    if args.quick and args.profile not in (None, "quick"):
-        raise InputError(f"--quick is the profile quick, --profile asks for {args.profile}; give one of them")
-    return profile_of("quick" if args.quick else args.profile or default)
+    if args.quick and args.profile not in (None, QUICK):
+        raise InputError(f"--quick is the profile {QUICK}, --profile asks for {args.profile}; give one of them")
+    return profile_of(QUICK if args.quick else args.profile or default)
 
 
 def open_job(args: argparse.Namespace, profile: Profile) -> CertifyJob:

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import trio
 from attrs import evolve
+from msgspec import UNSET
 
 from dgr.cli.options import add_link_arguments
 from dgr.errors import InputError
@@ -112,7 +113,14 @@ def rerun(result: Result, profile: Profile, job: CertifyJob) -> Check:
             f" {result.subject['artifact']}; give --model with that one"
         )
     short = msgspec.structs.replace(
-        profile, lengths=profile.rerun, reserve=profile.n_ctx, cancels=0, refusals=0, threads=(), rerun=()
+        profile,
+        lengths=profile.rerun,
+        reserve=profile.n_ctx,
+        cancels=0,
+        refusals=0,
+        threads=(),
+        rerun=(),
+        several=UNSET,
     )
     store = Scratch()
     trio.run(partial(measure, "verify"), evolve(job, plan=short).units(store), store)

@@ -31,6 +31,7 @@ class _EngineCollector(Collector):
             ("dgr_num_tokens_waiting", "Prompt tokens of the answers that wait.", line.waiting_tokens),
             ("dgr_num_slots", "Answers that can run at once.", line.slots),
             ("dgr_sessions_kept", "Sessions kept on the stages, in use or not.", sessions.kept),
+            ("dgr_prefixes_kept", "Of these, copies for whoever begins alike.", sessions.kept_prefixes),
             ("dgr_session_tokens_kept", "Tokens committed in the kept sessions.", sessions.kept_tokens),
             ("dgr_ready", "1 while requests are admitted.", int(engine.is_ready)),
             ("dgr_route_epoch", "Times the route was fenced.", engine.pipeline.epoch),
@@ -39,8 +40,15 @@ class _EngineCollector(Collector):
         for name, text, value in (
             ("dgr_prompt_tokens", "Prompt tokens of answers begun.", counters.prompt_tokens),
             ("dgr_tokens_predicted", "Tokens drawn.", counters.completion_tokens),
-            ("dgr_prefix_cache_queries", "Prompt tokens looked for in kept sessions.", counters.prompt_tokens),
+            (
+                "dgr_prefix_cache_queries",
+                "Prompt tokens looked for in kept sessions and prefixes.",
+                counters.prompt_tokens,
+            ),
             ("dgr_prefix_cache_hits", "Prompt tokens found there, and not evaluated again.", counters.cached_tokens),
+            ("dgr_prefixes_stored", "Copies kept on the way of a prompt.", sessions.stored),
+            ("dgr_prefixes_copied", "Copies given to requests that begin alike.", sessions.copied),
+            ("dgr_prefixes_refused", "Copies for which stages had no slot.", sessions.refused),
             ("dgr_requests_resumed", "Answers gone on with where an earlier try was left.", sessions.resumed),
             ("dgr_requests_cancelled", "Answers left by their client before the end.", counters.cancelled),
         ):

@@ -21,6 +21,7 @@ from dgr.engine.base import ShardEngine, Work
 from dgr.errors import EngineError
 from dgr.selftest.chain import Chain
 from dgr.testing.engines.case import as_bytes, check, check_equal, refused
+from dgr.testing.engines.forks import ForkChecks
 from dgr.testing.engines.refusals import RefusalChecks
 
 __all__ = ["EngineContract"]
@@ -28,7 +29,7 @@ __all__ = ["EngineContract"]
 _FLOAT = 4
 
 
-class EngineContract(RefusalChecks):
+class EngineContract(RefusalChecks, ForkChecks):
     """The checks. Define :meth:`make`; override the attributes where an engine needs other sizes."""
 
     # --- what it says of itself ---

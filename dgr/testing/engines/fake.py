@@ -12,6 +12,7 @@ the state components are a *tape* (one row per token, every layer) and a *tally*
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import itertools
 import math
@@ -32,7 +33,7 @@ from dgr.core.values import (
     StateSummary,
     TopLogprob,
 )
-from dgr.engine.base import MemoryReport, Output, Work
+from dgr.engine.base import FORK, MemoryReport, Output, Work
 from dgr.errors import ContextLimitExceeded, EngineError, InputError, InvalidLayerRange, NonFinite
 from dgr.testing.engines.sampling import check_sampling, draw, top_logprobs
 
@@ -133,7 +134,7 @@ class FakeEngine:
     """One stage of a :class:`FakeModel`. See :class:`~dgr.engine.base.ShardEngine` for the methods.
 
     Runs inline, so it may be used under an autojump clock. ``faults`` are acted out as they come due, ``watch`` is
-    called with every batch just before it runs, and ``runs`` and ``tokens_run`` count.
+    called with every batch just before it runs, and ``runs``, ``tokens_run`` and ``forks`` count.
     """
 
     inline = True
@@ -159,6 +160,7 @@ class FakeEngine:
         self.watch: Callable[[Sequence[Work]], None] | None = None
         self.runs = 0
         self.tokens_run = 0
+        self.forks = 0
         self._layers = layers.layers
         self._context = context
         self._stopped = False
@@ -182,7 +184,7 @@ class FakeEngine:
             context=context,
             kernel_fingerprint=kernel_fingerprint,
             components=tuple(name for name, size in self._memory.state.items() if size),
-            capabilities={"decode": "executable"},
+            capabilities={"decode": "executable", FORK: "executable"},
             runtime="fake",
             devices=("fake",),
         )
@@ -357,6 +359,24 @@ class FakeEngine:
     def close(self, slot: int) -> None:
         self._slot(slot)
         self._slots[slot] = self._new_slot()
+
+    def fork(self, source: int, target: int) -> None:
+        held, into = self._slot(source), self._slot(target)
+        self._check_running()
+        if source == target:
+            raise InputError(f"slot {source} cannot be copied into itself")
+        for slot, state in ((source, held), (target, into)):
+            if state.lost:
+                raise InputError(f"slot {slot} was lost in an earlier run: clear it first")
+        if not held.position:
+            raise InputError(f"slot {source} is empty: there is nothing to copy")
+        if into.position:
+            raise InputError(f"slot {target} holds {into.position} tokens: clear it first")
+        self.forks += 1
+        self._slots[target] = self._copy(held)
+
+    def _copy(self, slot: _Slot) -> _Slot:
+        return copy.deepcopy(slot)
 
     def state_summary(self, slot: int) -> StateSummary:
         state, width = self._slot(slot), self.model.width

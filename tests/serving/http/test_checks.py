@@ -734,6 +734,23 @@ async def test_39_a_second_turn_hits_and_a_miss_says_why(serve: Callable[..., An
         assert dict(sessions.misses) == {"new": 1, "diverged": 1}
 
 
+async def test_39_a_thinking_chat_hits_where_its_prompt_ended(serve: Callable[..., Any]) -> None:
+    """The format drops the reasoning of earlier turns: what was evaluated of them is of no use, the copy before it is."""
+    async with serve(sessions=4, limits=ServingLimits(sessions=2)) as server:
+        server.model.script[LONG] = "hm</think>yes"
+        messages = [{"role": "user", "content": LONG}]
+        spent = 0
+        for _ in range(3):
+            body = chat_body("", messages=messages, **THINKING)
+            reply = await server.ask("POST", "/v1/chat/completions", body)
+            said = reply.json()["choices"][0]["message"]
+            assert (said["reasoning_content"], said["content"]) == ("hm", "yes")
+            assert cached(reply) == max(spent - 1, 0)
+            spent = reply.json()["usage"]["prompt_tokens"]
+            messages += [{"role": "assistant", "content": "yes"}, {"role": "user", "content": LONG}]
+        assert "dgr_prefixes_stored_total 3.0" in (await server.ask("GET", "/metrics")).body.decode()
+
+
 async def test_39_a_lost_state_is_a_miss_of_its_own(serve: Callable[..., Any]) -> None:
     async with serve() as server:
         await server.chat("hi")

@@ -61,7 +61,8 @@ def test_what_cannot_be_served_is_refused(
     ("arguments", "message"),
     [
         (("--name", "two words"), "the model's name 'two words'"),
-        (("--sessions", "0"), "n_seq_max is 0"),
+        (("--sessions", "0"), "--sessions is 0"),
+        (("--prefixes", "-1"), "--prefixes -1"),
         (("--max-queued", "-1"), "cannot be negative"),
         (("--deadline", "0"), "deadline must be above 0"),
         (("--max-body", "0"), "most bytes of a body are 0"),
@@ -157,7 +158,8 @@ def test_the_examples_of_the_documentation_run(small: Path) -> None:
             assert '"error":{' not in done.stdout
 
 
-def test_every_flag_is_documented(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_flag_is_documented(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")  # argparse breaks lines at hyphens
     with pytest.raises(SystemExit):
         main(["serve", "--help"])
     flags = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", capsys.readouterr().out)) - {"--help", "--mtp"}
