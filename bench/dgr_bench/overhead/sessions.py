@@ -357,7 +357,7 @@ def _sessions(args: argparse.Namespace) -> Sessions:
         sessions=(1, 2) if args.quick else (1, 2, 4, 8),
         split=tuple(str(layers) for layers in cut_at(n_layers, [n_layers // 2])),
         delays_ms=(2,) if args.quick else (10, 40),
-        tokens=24 if args.quick else 160,
+        tokens=24 if args.quick else 96,
         rounds=1 if args.quick else 3,
         streams=2 if args.quick else 3,
         paced=8 if args.quick else 24,
