@@ -218,7 +218,13 @@ TYPES = {
     "f16": {"DENSE": "F16", "EXPERT": "F16", "COMPRESSOR": "F16", "EMBEDDING": "F16", "OUTPUT": "F16"},
     "mixed": {"DENSE": "Q8_0", "EXPERT": "MXFP4", "COMPRESSOR": "BF16", "EMBEDDING": "BF16", "OUTPUT": "BF16"},
     "mixed_q2_k": {"DENSE": "Q8_0", "EXPERT": "Q2_K", "COMPRESSOR": "Q8_0", "EMBEDDING": "Q8_0", "OUTPUT": "Q8_0"},
-    "mixed_iq2_xxs": {"DENSE": "Q8_0", "EXPERT": "IQ2_XXS", "COMPRESSOR": "Q8_0", "EMBEDDING": "Q8_0", "OUTPUT": "Q8_0"},
+    "mixed_iq2_xxs": {
+        "DENSE": "Q8_0",
+        "EXPERT": "IQ2_XXS",
+        "COMPRESSOR": "Q8_0",
+        "EMBEDDING": "Q8_0",
+        "OUTPUT": "Q8_0",
+    },
     "q8_0": {"DENSE": "Q8_0", "EXPERT": "Q8_0", "COMPRESSOR": "Q8_0", "EMBEDDING": "Q8_0", "OUTPUT": "Q8_0"},
     "q4_k": {"DENSE": "Q4_K", "EXPERT": "Q4_K", "COMPRESSOR": "Q4_K", "EMBEDDING": "Q4_K", "OUTPUT": "Q4_K"},
 }
