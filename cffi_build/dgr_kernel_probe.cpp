@@ -50,6 +50,7 @@ public:
         matmuls();
         elementwise();
         attention();
+        own_operations();
     }
 
     XXH128_hash_t run() {
@@ -140,6 +141,23 @@ private:
                 ggml_flash_attn_ext_add_sinks(outputs.back(), input(GGML_TYPE_F32, n_heads));
             }
         }
+    }
+
+    // DeepSeek V4's: more heads than one term, more cells than one block, some of them masked; rows no piece divides.
+    void own_operations() {
+        const int64_t dim = 64, n_heads = 20, n_cells = 150, n_tokens = 3, width = 300, n_streams = 4;
+        for (const ggml_type type : { GGML_TYPE_F16, GGML_TYPE_Q8_0 }) {
+            ggml_tensor * q = input(GGML_TYPE_F32, dim, n_heads, n_tokens);
+            ggml_tensor * k = input(type, dim, 1, n_cells);
+            masks.push_back(input(GGML_TYPE_F16, n_cells, n_tokens));
+            outputs.push_back(
+                ggml_lightning_indexer(ctx.get(), q, k, input(GGML_TYPE_F32, n_heads, n_tokens), masks.back()));
+        }
+        ggml_tensor * x        = input(GGML_TYPE_F32, width, n_tokens);
+        ggml_tensor * residual = input(GGML_TYPE_F32, width, n_streams, n_tokens);
+        ggml_tensor * post     = input(GGML_TYPE_F32, n_streams, n_tokens);
+        ggml_tensor * comb     = input(GGML_TYPE_F32, n_streams, n_streams, n_tokens);
+        outputs.push_back(ggml_dsv4_hc_post(ctx.get(), x, residual, post, comb));
     }
 
     void fill(ggml_tensor * tensor, uint64_t stream) const {

@@ -266,6 +266,14 @@ inline floats mul_mat_id(side s, const weights & w, const floats & tokens, const
     return g.run();
 }
 
+inline std::vector<ggml_fp16_t> mask_of(const std::vector<uint8_t> & seen) {
+    std::vector<ggml_fp16_t> mask;
+    for (const uint8_t one : seen) {
+        mask.push_back(ggml_fp32_to_fp16(one ? 0.0f : -INFINITY));
+    }
+    return mask;
+}
+
 // Attention as V4 has it: one K head, which is V too, cells that a token sees or not, a sink for every head.
 struct attention {
     ggml_type type;
@@ -283,12 +291,9 @@ struct attention {
 
     // q [n][heads][dim], seen [n][cells]: [n][heads][dim]
     floats run(side s, const floats & q, const std::vector<uint8_t> & seen) const {
-        const int64_t n = (int64_t) q.size() / (heads * dim);
-        const bytes kv  = quantised(type, k, dim);
-        std::vector<ggml_fp16_t> mask(n * cells);
-        for (size_t i = 0; i < mask.size(); ++i) {
-            mask[i] = ggml_fp32_to_fp16(seen[i] ? 0.0f : -INFINITY);
-        }
+        const int64_t n                     = (int64_t) q.size() / (heads * dim);
+        const bytes kv                      = quantised(type, k, dim);
+        const std::vector<ggml_fp16_t> mask = mask_of(seen);
         graph g(s);
         ggml_tensor * tq = ggml_permute(g.context(), g.input(GGML_TYPE_F32, { dim, heads, n }, q.data()), 0, 2, 1, 3);
         ggml_tensor * tk = g.input(type, { dim, cells, 1 }, kv.data());
@@ -299,5 +304,47 @@ struct attention {
         return g.run();
     }
 };
+
+// DeepSeek V4's indexer: scores of cells for tokens, summed over its heads.
+struct indexer {
+    ggml_type type;
+    int64_t dim, heads, cells;
+    floats k; // [cells][dim]
+
+    indexer(ggml_type t, int64_t d, int64_t h, int64_t c, randoms & r)
+        : type(t)
+        , dim(d)
+        , heads(h)
+        , cells(c)
+        , k(r.values(d * c)) {}
+
+    // q [n][heads][dim], weights [n][heads], seen [n][cells]: [n][cells]
+    floats run(side s, const floats & q, const floats & weights, const std::vector<uint8_t> & seen) const {
+        const int64_t n                     = (int64_t) weights.size() / heads;
+        const bytes data                    = quantised(type, k, dim);
+        const std::vector<ggml_fp16_t> mask = mask_of(seen);
+        graph g(s);
+        ggml_tensor * tq = g.input(GGML_TYPE_F32, { dim, heads, n }, q.data());
+        ggml_tensor * tk = g.input(type, { dim, 1, cells }, data.data());
+        ggml_tensor * tw = g.input(GGML_TYPE_F32, { heads, n }, weights.data());
+        ggml_tensor * tm = g.input(GGML_TYPE_F16, { cells, n }, mask.data());
+        g.build(ggml_lightning_indexer(g.context(), tq, tk, tw, tm));
+        return g.run();
+    }
+};
+
+// DeepSeek V4's streams, mixed after a block: x [n][width], residual [n][streams][width], post [n][streams], comb
+// [n][streams from][streams to] or nothing: [n][streams][width].
+inline floats hc_post(
+    side s, int64_t streams, const floats & x, const floats & residual, const floats & post, const floats & comb) {
+    const int64_t n = (int64_t) post.size() / streams, width = (int64_t) x.size() / n;
+    graph g(s);
+    ggml_tensor * tx = g.input(GGML_TYPE_F32, { width, n }, x.data());
+    ggml_tensor * tr = g.input(GGML_TYPE_F32, { width, streams, n }, residual.data());
+    ggml_tensor * tp = g.input(GGML_TYPE_F32, { streams, n }, post.data());
+    ggml_tensor * tc = comb.empty() ? nullptr : g.input(GGML_TYPE_F32, { streams, streams, n }, comb.data());
+    g.build(ggml_dsv4_hc_post(g.context(), tx, tr, tp, tc));
+    return g.run();
+}
 
 } // namespace kernels

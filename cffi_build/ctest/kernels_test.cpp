@@ -31,8 +31,22 @@ bool same(const float * a, const float * b, int64_t n) {
 const int64_t COUNTS[]      = { 1, 2, 3, 4, 5, 7, 8, 9, 12, 15, 16, 17, 31, 33, 63, 64, 65, 67 };
 constexpr int64_t N_COLUMNS = 67;
 
-floats pick(const floats & rows, int64_t size, const ints & which, int64_t n) {
-    floats out(n * size);
+// Which cells each token sees: of some few, of others all, of each at least one.
+std::vector<uint8_t> drawn_cells(int64_t cells, randoms & r) {
+    std::vector<uint8_t> seen(N_COLUMNS * cells);
+    for (int64_t j = 0; j < N_COLUMNS; ++j) {
+        const int64_t density = r.between(1, 4);
+        for (int64_t c = 0; c < cells; ++c) {
+            seen[j * cells + c] = r.below(4) < density;
+        }
+        seen[j * cells + r.below(cells)] = 1;
+    }
+    return seen;
+}
+
+template <typename T>
+std::vector<T> pick(const std::vector<T> & rows, int64_t size, const ints & which, int64_t n) {
+    std::vector<T> out(n * size);
     for (int64_t j = 0; j < n; ++j) {
         std::copy_n(rows.begin() + which[j] * size, size, out.begin() + j * size);
     }
@@ -105,23 +119,10 @@ bool experts_agree(const weights & w, randoms & r) {
 }
 
 bool attention_agrees(const attention & a, randoms & r) {
-    const int64_t row = a.heads * a.dim;
-    const floats q    = r.values(N_COLUMNS * row);
-    std::vector<uint8_t> seen(N_COLUMNS * a.cells);
-    for (int64_t j = 0; j < N_COLUMNS; ++j) {
-        const int64_t density = r.between(1, 4);
-        for (int64_t c = 0; c < a.cells; ++c) {
-            seen[j * a.cells + c] = r.below(4) < density;
-        }
-        seen[j * a.cells + r.below(a.cells)] = 1;
-    }
-    const auto mask = [&](const ints & which, int64_t n) {
-        std::vector<uint8_t> m;
-        for (int64_t j = 0; j < n; ++j) {
-            m.insert(m.end(), seen.begin() + which[j] * a.cells, seen.begin() + (which[j] + 1) * a.cells);
-        }
-        return m;
-    };
+    const int64_t row               = a.heads * a.dim;
+    const floats q                  = r.values(N_COLUMNS * row);
+    const std::vector<uint8_t> seen = drawn_cells(a.cells, r);
+    const auto mask                 = [&](const ints & which, int64_t n) { return pick(seen, a.cells, which, n); };
     floats alone;
     for (int32_t j = 0; j < N_COLUMNS; ++j) {
         const floats one = a.run({}, pick(q, row, { j }, 1), mask({ j }, 1));
@@ -161,6 +162,85 @@ bool attention_agrees(const attention & a, randoms & r) {
     }
     const floats one = wider.run({}, pick(q, row, { 0 }, 1), m);
     return same(one.data(), alone.data(), row);
+}
+
+// Rows of a result that a token computes by itself, against those of batches; `reordered` is the mutant.
+template <typename F, typename G>
+bool tokens_agree(int64_t row, randoms & r, const F & run, const G & reordered) {
+    floats alone;
+    for (int32_t j = 0; j < N_COLUMNS; ++j) {
+        const floats one = run(side{}, ints{ j }, 1);
+        alone.insert(alone.end(), one.begin(), one.end());
+    }
+    for (const int64_t n : COUNTS) {
+        const ints order = r.order(N_COLUMNS);
+        const side s     = { true, 1 + (int) (n % 3) };
+        floats found     = run(s, order, n);
+        if (reorder_one && n > 1) {
+            const floats one = reordered(s, order);
+            std::copy(one.begin(), one.end(), found.begin());
+        }
+        for (int64_t j = 0; j < n; ++j) {
+            if (!same(found.data() + j * row, alone.data() + order[j] * row, row)) {
+                return false;
+            }
+        }
+    }
+    return true;
+}
+
+bool indexer_agrees(const indexer & x, randoms & r) {
+    const int64_t size = x.heads * x.dim;
+    const floats q = r.values(N_COLUMNS * size), w = r.values(N_COLUMNS * x.heads);
+    const std::vector<uint8_t> seen = drawn_cells(x.cells, r);
+    const auto run                  = [&](side s, const ints & which, int64_t n) {
+        return x.run(s, pick(q, size, which, n), pick(w, x.heads, which, n), pick(seen, x.cells, which, n));
+    };
+    const auto reordered = [&](side s, const ints & which) { // the heads in reverse
+        floats rq, rw;
+        for (int64_t h = x.heads - 1; h >= 0; --h) {
+            const floats::const_iterator head = q.begin() + which[0] * size + h * x.dim;
+            rq.insert(rq.end(), head, head + x.dim);
+            rw.push_back(w[which[0] * x.heads + h]);
+        }
+        return x.run(s, rq, rw, pick(seen, x.cells, which, 1));
+    };
+    if (!tokens_agree(x.cells, r, run, reordered)) {
+        return false;
+    }
+    // fewer cells, and other ones where none is seen, change nothing
+    indexer other = x;
+    other.cells   = x.cells - r.between(1, x.cells / 2);
+    other.k.resize(other.cells * x.dim);
+    std::vector<uint8_t> part(seen.begin(), seen.begin() + other.cells);
+    for (int64_t c = 0; c < other.cells; ++c) {
+        if (!part[c]) {
+            std::fill_n(other.k.begin() + c * x.dim, x.dim, x.type == GGML_TYPE_Q8_0 ? 1.0f : NAN);
+        }
+    }
+    const floats whole = run({}, { 0 }, 1),
+                 less  = other.run({}, pick(q, size, { 0 }, 1), pick(w, x.heads, { 0 }, 1), part);
+    return same(whole.data(), less.data(), other.cells);
+}
+
+bool streams_agree(int64_t width, bool mixed, randoms & r) {
+    const int64_t streams = 4;
+    const floats x = r.values(N_COLUMNS * width), residual = r.values(N_COLUMNS * streams * width),
+                 post = r.values(N_COLUMNS * streams), comb = r.values(mixed ? N_COLUMNS * streams * streams : 0);
+    const auto run = [&](side s, const ints & which, int64_t n) {
+        return hc_post(s, streams, pick(x, width, which, n), pick(residual, streams * width, which, n),
+            pick(post, streams, which, n), mixed ? pick(comb, streams * streams, which, n) : floats());
+    };
+    const auto reordered = [&](side s, const ints & which) { // the last stream first
+        floats rs = pick(residual, streams * width, which, 1), p = pick(post, streams, which, 1), c;
+        if (mixed) {
+            c = pick(comb, streams * streams, which, 1);
+            std::rotate(c.begin(), c.end() - streams, c.end());
+        }
+        std::rotate(rs.begin(), rs.end() - width, rs.end());
+        return hc_post(s, streams, pick(x, width, which, 1), rs, p, c);
+    };
+    return tokens_agree(streams * width, r, run, reordered);
 }
 
 // --- accuracy ---------------------------------------------------------------------------------------------------------
@@ -262,6 +342,46 @@ errors attention_errors(const attention & a, int64_t n, randoms & r) {
     return { nmse(a.run({ true }, q, seen), truth), nmse(a.run({ false }, q, seen), truth) };
 }
 
+errors indexer_errors(const indexer & x, int64_t n, randoms & r) {
+    const floats q = r.values(n * x.heads * x.dim), w = r.values(n * x.heads),
+                 k = dequantised(x.type, quantised(x.type, x.k, x.dim), x.cells * x.dim);
+    const std::vector<uint8_t> seen(n * x.cells, 1);
+    std::vector<double> truth(n * x.cells);
+    for (int64_t j = 0; j < n; ++j) {
+        for (int64_t c = 0; c < x.cells; ++c) {
+            for (int64_t h = 0; h < x.heads; ++h) {
+                double product = 0.0;
+                for (int64_t i = 0; i < x.dim; ++i) {
+                    product += (double) q[(j * x.heads + h) * x.dim + i] * k[c * x.dim + i];
+                }
+                truth[j * x.cells + c] += std::max(product, 0.0) * w[j * x.heads + h];
+            }
+        }
+    }
+    return { nmse(x.run({ true }, q, w, seen), truth), nmse(x.run({ false }, q, w, seen), truth) };
+}
+
+errors streams_errors(int64_t width, int64_t n, randoms & r) {
+    const int64_t streams = 4;
+    const floats x = r.values(n * width), residual = r.values(n * streams * width), post = r.values(n * streams),
+                 comb = r.values(n * streams * streams);
+    std::vector<double> truth;
+    for (int64_t j = 0; j < n; ++j) {
+        for (int64_t to = 0; to < streams; ++to) {
+            for (int64_t i = 0; i < width; ++i) {
+                double sum = (double) x[j * width + i] * post[j * streams + to];
+                for (int64_t from = 0; from < streams; ++from) {
+                    sum +=
+                        (double) residual[(j * streams + from) * width + i] * comb[(j * streams + from) * streams + to];
+                }
+                truth.push_back(sum);
+            }
+        }
+    }
+    return { nmse(hc_post({ true }, streams, x, residual, post, comb), truth),
+        nmse(hc_post({ false }, streams, x, residual, post, comb), truth) };
+}
+
 // --- the checks -------------------------------------------------------------------------------------------------------
 
 // Types of published V4 files first, then every other that has a kernel or goes without.
@@ -313,6 +433,13 @@ bool invariant(ggml_type type, const char * op, int trial) {
         const int64_t k = some_k(type, r);
         return experts_agree(weights(type, some_rows(r), k, r.between(2, 5), r), r);
     }
+    if (!strcmp(op, "indexer")) {
+        const int64_t dims[] = { 32, 64, 128 };
+        return indexer_agrees(indexer(type, dims[r.below(3)], r.between(9, 64), r.between(65, 300), r), r);
+    }
+    if (!strcmp(op, "hc_post")) {
+        return streams_agree(r.between(65, 700), trial == 0, r);
+    }
     const int64_t dims[] = { 32, 64, 128, 512 };
     const int64_t dim = dims[r.below(4)], heads = r.between(1, dim == 512 ? 20 : 64);
     return attention_agrees(attention(type, dim, heads, r.between(65, 300), r), r);
@@ -344,6 +471,8 @@ void hold(const std::string & name, errors e) {
 }
 
 void check_accuracy() {
+    randoms streams = { 1 };
+    hold("hc_post", streams_errors(4096, 8, streams));
     for (const ggml_type type : TYPES) {
         for (const int64_t k : { 512, 4096 }) {
             randoms r = { (uint64_t) type };
@@ -352,6 +481,12 @@ void check_accuracy() {
         }
     }
     for (const ggml_type type : K_TYPES) {
+        for (const int64_t dim : { 64, 128 }) {
+            randoms r = { (uint64_t) type };
+            const indexer x(type, dim, 64, 700, r);
+            hold(std::string("indexer ") + ggml_type_name(type) + " dim " + std::to_string(dim),
+                indexer_errors(x, 8, r));
+        }
         for (const int64_t dim : { 64, 128, 512 }) {
             for (const int64_t n : { 1, 64 }) {
                 randoms r = { (uint64_t) type };
@@ -374,7 +509,9 @@ int main(int argc, char **) {
     }
     for (const ggml_type type : K_TYPES) {
         check_invariance("attention", type);
+        check_invariance("indexer", type);
     }
+    check_invariance("hc_post", GGML_TYPE_F32);
     if (argc < 2) {
         check_accuracy();
     }

@@ -1,10 +1,11 @@
 // How long the kernels of exact numerics take beside those of native ones, the two in turn, as nanoseconds of thread CPU time
 // for 32 products. Not a test: it prints a table.
 //
-//   kernels_time [SECONDS FOR A ROW [TYPE or "attention" [COLUMNS]]]
+//   kernels_time [SECONDS FOR A ROW [TYPE, "own" or "attention" [COLUMNS]]]
 #include "kernels.h"
 
 #include <ctime>
+#include <string>
 
 using namespace kernels;
 
@@ -75,6 +76,45 @@ void products(ggml_type type, int64_t m, int64_t k, int64_t n, double seconds) {
     }
 }
 
+// DeepSeek V4's own operations at its widths.
+void own_operations(int64_t n, double seconds) {
+    randoms r = { 1 };
+    {
+        const int64_t dim = 128, heads = 64, cells = 4096;
+        const indexer x(GGML_TYPE_F16, dim, heads, cells, r);
+        const bytes data = quantised(x.type, x.k, dim);
+        const floats q = r.values(n * heads * dim), w = r.values(n * heads);
+        const std::vector<ggml_fp16_t> mask(n * cells, 0);
+        const auto build = [&](graph & g) {
+            ggml_tensor * tq = g.input(GGML_TYPE_F32, { dim, heads, n }, q.data());
+            ggml_tensor * tk = g.input(x.type, { dim, 1, cells }, data.data());
+            ggml_tensor * tw = g.input(GGML_TYPE_F32, { heads, n }, w.data());
+            ggml_tensor * tm = g.input(GGML_TYPE_F16, { cells, n }, mask.data());
+            g.build(ggml_lightning_indexer(g.context(), tq, tk, tw, tm));
+        };
+        graph exact({ true }), native({ false });
+        build(exact);
+        build(native);
+        const std::string name = "indexer 64 x 128, 4096 cells, n " + std::to_string(n);
+        compare(name.c_str(), exact, native, (double) n * heads * cells * dim, seconds);
+    }
+    const int64_t width = 4096, streams = 4;
+    const floats x = r.values(n * width), residual = r.values(n * streams * width), post = r.values(n * streams),
+                 comb = r.values(n * streams * streams);
+    const auto build  = [&](graph & g) {
+        ggml_tensor * tx = g.input(GGML_TYPE_F32, { width, n }, x.data());
+        ggml_tensor * tr = g.input(GGML_TYPE_F32, { width, streams, n }, residual.data());
+        ggml_tensor * tp = g.input(GGML_TYPE_F32, { streams, n }, post.data());
+        ggml_tensor * tc = g.input(GGML_TYPE_F32, { streams, streams, n }, comb.data());
+        g.build(ggml_dsv4_hc_post(g.context(), tx, tr, tp, tc));
+    };
+    graph exact({ true }), native({ false });
+    build(exact);
+    build(native);
+    const std::string name = "4 streams of 4096, n " + std::to_string(n);
+    compare(name.c_str(), exact, native, (double) n * width * streams * (streams + 1), seconds);
+}
+
 } // namespace
 
 int main(int argc, char ** argv) {
@@ -90,6 +130,11 @@ int main(int argc, char ** argv) {
                 continue;
             }
             products(type, 512, 2048, n, seconds);
+        }
+    }
+    for (const int64_t n : { 1, 64 }) {
+        if (!only || !strcmp(only, "own")) {
+            own_operations(n, seconds);
         }
     }
     if (only && strcmp(only, "attention")) {

@@ -1,10 +1,11 @@
-// How long exact numerics take beside native ones on one model and one thread: the two in turn, chunk by chunk and token by
-// token, in thread CPU time, which other work on the machine disturbs least. Not a test: it prints a table.
+// How long exact numerics take beside native ones on one model: the two in turn, chunk by chunk and token by token. Not a
+// test: it prints a table.
 //
-//   numerics_time MODEL LENGTH [ROUNDS [DECODED]]
+//   numerics_time MODEL THREADS DECODED DEPTH...
 //
-// Prefills LENGTH tokens in chunks of 512, ROUNDS times; after the last, decodes DECODED tokens from there, and before the
-// first as many from position 0. Ratios are of speed, exact over native: median (quartiles).
+// At every depth (ascending; a multiple of 512): two chunks of 512 tokens, then DECODED tokens; from one depth to the next
+// chunks of 512. Ratios are of speed, exact over native: median (quartiles). One thread is timed by its CPU time, which other
+// work on the machine disturbs least, several by the clock on the wall.
 #include "check.h"
 
 #include <algorithm>
@@ -15,9 +16,9 @@ namespace {
 
 constexpr int32_t CHUNK = 512;
 
-double now() {
+double now(clockid_t clock) {
     timespec t;
-    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t);
+    clock_gettime(clock, &t);
     return (double) t.tv_sec + 1e-9 * (double) t.tv_nsec;
 }
 
@@ -43,7 +44,7 @@ void report(const char * what, const std::vector<sample> & samples, int32_t begi
         }
     }
     if (!ratios.empty()) {
-        printf("%s %6d to %6d: %.3f (%.3f to %.3f), ms a token: exact %.2f, native %.2f, samples %zu\n", what, begin,
+        printf("%-10s %6d to %6d: %.3f (%.3f to %.3f), ms a token: exact %.2f, native %.2f, samples %zu\n", what, begin,
             end, quantile(ratios, 0.5), quantile(ratios, 0.25), quantile(ratios, 0.75), quantile(exact, 0.5),
             quantile(native, 0.5), ratios.size());
         fflush(stdout);
@@ -52,14 +53,15 @@ void report(const char * what, const std::vector<sample> & samples, int32_t begi
 
 class pair {
 public:
-    pair(const char * model, int32_t length) {
+    pair(const char * model, int32_t threads, int32_t length)
+        : clock(threads == 1 ? CLOCK_THREAD_CPUTIME_ID : CLOCK_MONOTONIC) {
         for (const bool exact : { true, false }) {
             dgr_stage_params p = dgr_stage_params_default();
             p.n_ctx            = length;
             p.n_batch          = CHUNK;
             p.n_ubatch         = CHUNK;
             p.n_seq_max        = 1;
-            p.n_threads        = 1;
+            p.n_threads        = threads;
             p.exact            = exact;
             stages.push_back(open(model, p));
         }
@@ -74,9 +76,9 @@ public:
             for (int32_t i = begin; i < end; ++i) {
                 b.add(0, i, token_at(i, info(stage).n_vocab), i == end - 1);
             }
-            const double began = now();
+            const double began = now(clock);
             CHECK(b.run(stage) == DGR_OK);
-            (native ? s.native : s.exact) = (now() - began) / (end - begin);
+            (native ? s.native : s.exact) = (now(clock) - began) / (end - begin);
         }
         return s;
     }
@@ -88,39 +90,53 @@ public:
     }
 
 private:
+    clockid_t clock;
     std::vector<stage_ptr> stages;
 };
 
 } // namespace
 
 int main(int argc, char ** argv) {
-    if (argc < 3) {
-        fprintf(stderr, "usage: numerics_time MODEL LENGTH [ROUNDS [DECODED]]\n");
+    if (argc < 5) {
+        fprintf(stderr, "usage: numerics_time MODEL THREADS DECODED DEPTH...\n");
         return 2;
     }
-    const int32_t length = atoi(argv[2]), rounds = argc > 3 ? atoi(argv[3]) : 3,
-                  decoded = argc > 4 ? atoi(argv[4]) : 64;
-    pair sides(argv[1], length + decoded + 1);
-    std::vector<sample> prefill, first, last;
-    for (int32_t i = 0; i <= decoded; ++i) {
-        const sample s = sides.run(i, i + 1, i % 2);
-        if (i > 0) { // the first warms up
-            first.push_back(s);
+    const int32_t threads = atoi(argv[2]), decoded = atoi(argv[3]);
+    pair sides(argv[1], threads, atoi(argv[argc - 1]) + 2 * CHUNK + decoded);
+    int32_t position = 0;
+    const auto run   = [&](int32_t n) {
+        const sample s = sides.run(position, position + n, (position / n) % 2);
+        position += n;
+        return s;
+    };
+    run(CHUNK); // warms up
+    run(1);
+    sides.clear();
+    position = 0;
+    for (int i = 4; i < argc; ++i) {
+        const int32_t depth = atoi(argv[i]), begin = position;
+        std::vector<sample> way, chunks, tokens;
+        while (position < depth) {
+            way.push_back(run(std::min(CHUNK, depth - position)));
         }
-    }
-    report("decode ", first, 0, decoded + 1);
-    for (int32_t round = 0; round < rounds; ++round) {
-        sides.clear();
-        for (int32_t begin = 0; begin < length; begin += CHUNK) {
-            prefill.push_back(sides.run(begin, std::min(begin + CHUNK, length), (begin / CHUNK + round) % 2));
+        for (int32_t from = CHUNK; from < depth; from *= 2) { // by doublings
+            report("on the way", way, std::max(begin, from), 2 * from);
         }
+        for (int chunk = 0; chunk < 2; ++chunk) {
+            if (depth == 0) {
+                sides.clear();
+                position = 0;
+            }
+            chunks.push_back(run(CHUNK));
+        }
+        report("prefill", chunks, depth, position);
+        if (depth == 0) {
+            sides.clear();
+            position = 0;
+        }
+        for (int32_t token = 0; token < decoded; ++token) {
+            tokens.push_back(run(1));
+        }
+        report("decode", tokens, depth, position);
     }
-    report("prefill", prefill, 0, CHUNK);
-    for (int32_t begin = CHUNK; begin < length; begin *= 2) {
-        report("prefill", prefill, begin, 2 * begin);
-    }
-    for (int32_t i = length; i < length + decoded; ++i) {
-        last.push_back(sides.run(i, i + 1, i % 2));
-    }
-    report("decode ", last, length, length + decoded);
 }

@@ -43,6 +43,7 @@ WHOLE = {
     ("wide", "f16", 3): "5db1e9171c893fc4cc9e31812b7ad6daa075fbcfbe144970cd3fd0835f38880c",
     ("wide", "mixed", 3): "720fa6c99ca2ed6d81b97eff884e68b3246d62d224c5d6de7d145fc8546ad90b",
     ("wide", "mixed_q2_k", 3): "bc75d7fae6c843b9de3d586a63432520d570438a70c7cb8f70cedc48e8f6c14c",
+    ("wide", "mixed_iq2_xxs", 3): "9de2b59f1c390896c3dba23d16e84219106092745c3b2101445700d7ac837530",
     ("wide", "q8_0", 3): "c600e34957d6a46e4771465cb7ae28b16b72c3a66789999af46fdb3dfeab2e88",
     ("wide", "q4_k", 3): "e2d373c12c3378b775e49e85a6247b3686d7c7027ba5e30e2687f189f0670d67",
     ("wide", "bf16", 3): "2217b7d35bc0c162774f1e5df47da0dceb2d16d5d70657fbb3661950b6e6649e",
@@ -217,6 +218,13 @@ TYPES = {
     "f16": {"DENSE": "F16", "EXPERT": "F16", "COMPRESSOR": "F16", "EMBEDDING": "F16", "OUTPUT": "F16"},
     "mixed": {"DENSE": "Q8_0", "EXPERT": "MXFP4", "COMPRESSOR": "BF16", "EMBEDDING": "BF16", "OUTPUT": "BF16"},
     "mixed_q2_k": {"DENSE": "Q8_0", "EXPERT": "Q2_K", "COMPRESSOR": "Q8_0", "EMBEDDING": "Q8_0", "OUTPUT": "Q8_0"},
+    "mixed_iq2_xxs": {
+        "DENSE": "Q8_0",
+        "EXPERT": "IQ2_XXS",
+        "COMPRESSOR": "Q8_0",
+        "EMBEDDING": "Q8_0",
+        "OUTPUT": "Q8_0",
+    },
     "q8_0": {"DENSE": "Q8_0", "EXPERT": "Q8_0", "COMPRESSOR": "Q8_0", "EMBEDDING": "Q8_0", "OUTPUT": "Q8_0"},
     "q4_k": {"DENSE": "Q4_K", "EXPERT": "Q4_K", "COMPRESSOR": "Q4_K", "EMBEDDING": "Q4_K", "OUTPUT": "Q4_K"},
 }
@@ -225,14 +233,15 @@ TYPES = {
 @pytest.mark.parametrize("weights", TYPES)
 def test_types_and_sizes_of_quantised_weights(tmp_path: Path, weights: str) -> None:
     path = tmp_path / "model.gguf"
-    write_fixture(path, weights=weights, preset="wide" if weights.endswith("_k") else "min", layers=4)
+    write_fixture(path, weights=weights, preset="wide" if weights.endswith(("_k", "_xxs")) else "min", layers=4)
     artifact = Artifact.open(path)
     artifact.check(artifact.hp.whole)
     for tensor in gguf.GGUFReader(path).tensors:
         kind = artifact._known[tensor.name].kind
         stored = GgmlType(int(tensor.tensor_type))
         default = "I32" if kind is TensorKind.HASH_TABLE else "F32"
-        assert stored.name == TYPES[weights].get(kind.name, default), tensor.name
+        down = weights == "mixed_iq2_xxs" and tensor.name.endswith("ffn_down_exps.weight")
+        assert stored.name == ("Q2_K" if down else TYPES[weights].get(kind.name, default)), tensor.name
         if kind in (TensorKind.DENSE, TensorKind.EXPERT, TensorKind.COMPRESSOR):
             values = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float64)
             assert np.isfinite(values).all()
@@ -252,7 +261,7 @@ def test_q4_k_needs_wide_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"preset": "huge"}, "unknown preset 'huge'; choose one of min, tiny, wide, big, real"),
+        ({"preset": "huge"}, "unknown preset 'huge'; choose one of min, tiny, wide, big, flash, real"),
         ({"weights": "q2"}, "unknown weights 'q2'"),
         ({"layers": 0}, "0 layers asked for"),
         ({"layers": 44}, "44 layers asked for, but the schedule has 1 to 43"),
@@ -311,7 +320,7 @@ def test_presets_keep_what_makes_the_graph_real() -> None:
         # Fewer heads give exact ties; equal widths would switch the Hadamard rotation on for every cache.
         assert hp.indexer_heads >= 16, name
         assert hp.indexer_dim != hp.head_dim, name
-        assert name in ("big", "real") or hp.indexer_top_k * 4 == 128, name
+        assert name in ("big", "flash", "real") or hp.indexer_top_k * 4 == 128, name
 
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
