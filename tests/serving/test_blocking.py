@@ -213,7 +213,7 @@ def test_an_interrupt_gives_the_work_up_and_the_block_ends(gate: Gate) -> None:
 
     def interrupt() -> None:
         assert gate.reached.wait(GUARD)
-        signal.raise_signal(signal.SIGINT)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
         gate.open.set()
 
     gate.shut()
