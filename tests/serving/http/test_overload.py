@@ -69,7 +69,7 @@ async def library() -> AsyncIterator[tuple[ServingEngine, Ask]]:
                         assert len([token async for token in answer]) == asked.tokens
                     return ANSWERED
                 except QueueFull as full:
-                    hint, end = full.retry_after, REFUSED
+                    hint, end = full.retry_after or 0, REFUSED
                 except RequestTimedOut:
                     hint, end = math.inf, LATE
                 assert hint >= 1
@@ -230,7 +230,7 @@ async def check(way: Callable[[], Any]) -> None:
 
 @pytest.fixture(autouse=True)
 def _timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    time_engines(monkeypatch)
+    time_engines(monkeypatch).cost = (0.1, 0.001)
 
 
 @pytest.mark.parametrize("way", [library, http])
