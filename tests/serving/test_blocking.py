@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import itertools
 import os
 import signal
 import threading
@@ -285,3 +286,41 @@ async def _read(answer: embed.EmbeddedAnswer, reading: asyncio.Event) -> dgr.Dgr
     except dgr.DgrError as error:
         return error
     return None
+
+
+def test_an_admitted_answer_that_is_interrupted_at_any_step_keeps_its_place_or_has_none() -> None:
+    """Admission, a wait for a token, leaving: whichever step of trio's the cancellation meets, no token and no slot is lost."""
+    expected = undisturbed(3)
+
+    async def main() -> int:
+        side = Fake()
+        async with embed.embed_pipeline(side.open) as pipeline, pipeline.serving(ONE) as serving:
+            for step in itertools.count(1):
+                seen: list[int] = []
+
+                async def read(answer: embed.EmbeddedAnswer, seen: list[int] = seen) -> None:
+                    async for token in answer:
+                        seen.append(token.id)  # noqa: PERF401 (one by one: this is cancelled)
+
+                async def work() -> None:
+                    async with serving.admit(Job(tuple(PROMPT), 3)) as answer:
+                        try:
+                            await read(answer)
+                        except asyncio.CancelledError:
+                            await read(answer)
+                            raise
+
+                task = asyncio.ensure_future(work())
+                side.interrupter.arm(step, task.cancel)
+                await asyncio.wait([task], timeout=GUARD)
+                acted = side.interrupter.disarm()
+                assert task.done()
+                assert task.cancelled() or task.exception() is None
+                assert seen in ([], expected)
+                assert (serving.engine.line.running, serving.engine.line.waiting) == (0, 0)
+                if not acted:
+                    assert seen == expected
+                    return step
+        raise AssertionError
+
+    assert asyncio.run(main()) > 10
