@@ -21,13 +21,13 @@ from dgr.client.pace import CHUNK_SECONDS
 from dgr.client.route_client import RouteClient, Timeouts
 from dgr.client.session import ClientSession
 from dgr.core.arguments import check_instance, check_number, check_whole
-from dgr.core.route import Route
+from dgr.core.route import LayerRange, Route
 from dgr.core.values import ContextParams, StageIdentity
 from dgr.protocol.limits import INBOX
 from dgr.protocol.states import RouteState
 from dgr.wire.nurseries import cancelled_first, open_nursery
 
-__all__ = ["Connector", "Pipeline", "PipelineStatistics", "Timeouts", "Vocabulary", "open_pipeline_on"]
+__all__ = ["Connector", "Pipeline", "PipelineStatistics", "StageStatus", "Timeouts", "Vocabulary", "open_pipeline_on"]
 
 AnySession = TypeVar("AnySession", bound=ClientSession)
 
@@ -41,6 +41,17 @@ class PipelineStatistics:
     sessions: int
     #: Work frames sent whose reply was not taken yet, over all sessions.
     in_flight: int
+
+
+@frozen
+class StageStatus:
+    """One stage of the present route, as this side sees it."""
+
+    address: str
+    layers: LayerRange
+    devices: tuple[str, ...]
+    #: Why it does not answer; None while its control link lives.
+    lost: str | None
 
 
 class Pipeline:
@@ -80,6 +91,15 @@ class Pipeline:
     def descriptions(self) -> tuple[StageIdentity, ...]:
         """What the stages said of themselves, head first."""
         return self._client.descriptions
+
+    @property
+    def stages(self) -> tuple[StageStatus, ...]:
+        """The stages, head first: which of them answer."""
+        refs = self.route.stages
+        return tuple(
+            StageStatus(ref.address, ref.layers, about.devices, self._client.loss(ref.address))
+            for ref, about in zip(refs, self.descriptions, strict=True)
+        )
 
     @property
     def context(self) -> ContextParams:

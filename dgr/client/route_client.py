@@ -136,6 +136,10 @@ class RouteClient:
         """What the stages said of themselves, head first."""
         return tuple(self._links.stages[ref.address].description for ref in self.route.stages)
 
+    def loss(self, address: str) -> str | None:
+        """Why the control link to a stage of the route ended; None while it lives."""
+        return self._links.stages[address].lost
+
     @property
     def pace(self) -> ChunkPace:
         """Tokens of the next chunk: as ``chunk`` says; without it at most n_ubatch, and in exact numerics what takes

@@ -10,6 +10,13 @@ transcript, and the next ``__anext__`` returns it.
             async for token in await session.generate("Hello", max_tokens=32):
                 print(token.text, end="")
 
+Many requests over one pipeline, with a bounded line and deadlines, as an asyncio server has them:
+
+    async with pipeline.serving(ServingLimits(max_waiting=16)) as serving:
+        async with serving.admit(Job(await serving.encode("Hello"), max_tokens=32)) as answer:
+            async for token in answer:
+                print(token.text, end="")
+
 Leaving the pipeline's block always returns, whatever is still open in it: from then on everything of it raises
 :class:`~dgr.errors.ClosedError`, and leaving a session's block is harmless. Everything of a pipeline belongs to the asyncio
 loop that opened it; from another loop it raises :class:`~dgr.errors.InputError`.
@@ -35,21 +42,58 @@ from dgr.client.session import ClientSession
 from dgr.cluster.local import open_pipeline as open_trio_pipeline
 from dgr.core.route import LayerRange, Route
 from dgr.core.values import SamplingParams
-from dgr.errors import SessionBusy
+from dgr.errors import ClosedError, InputError, SessionBusy
 from dgr.serving.bridge import Bridge, Hold
+from dgr.serving.engine import Answer, Job, Phase, ServingEngine, ServingLimits, Usage, open_serving
 from dgr.wire.nurseries import open_nursery
 
 __all__ = [
+    "EmbeddedAnswer",
     "EmbeddedEvents",
     "EmbeddedGeneration",
     "EmbeddedPipeline",
+    "EmbeddedServing",
     "EmbeddedSession",
     "embed_pipeline",
     "open_pipeline",
 ]
 
 
-class EmbeddedGeneration:
+class _EmbeddedTokens:
+    """Tokens that are drawn on the trio side, one wait at a time; none is lost when a wait is cancelled."""
+
+    def __init__(self, bridge: Bridge, tokens: AsyncIterator[GeneratedToken]) -> None:
+        self._bridge = bridge
+        self._tokens = tokens
+        #: Drawn, and its wait was cancelled before it could be handed over.
+        self._kept: deque[GeneratedToken] = deque()
+        self._waited_for = False
+
+    async def __anext__(self) -> GeneratedToken:
+        self._bridge.check()
+        if self._kept:
+            return self._kept.popleft()
+        if self._waited_for:  # a second wait must not overtake the first, which may have a token to keep
+            raise SessionBusy("this answer is being waited for already; let that wait end first")
+        self._waited_for = True
+        try:
+            token = await self._bridge.call(_next, self._tokens, keep=self._keep)
+        finally:
+            self._waited_for = False
+        if token is None:
+            raise StopAsyncIteration
+        return token
+
+    def _keep(self, token: GeneratedToken | None) -> None:
+        if token is not None:
+            self._kept.append(token)
+
+
+async def _next(tokens: AsyncIterator[GeneratedToken]) -> GeneratedToken | None:
+    return await anext(tokens, None)
+
+
+class EmbeddedGeneration(_EmbeddedTokens):
     """The tokens of one answer; see :class:`~dgr.client.generation.Generation`.
 
     Dropping it, or cancelling a wait in it, keeps the session; iterating goes on without a gap. After another turn has
@@ -58,12 +102,9 @@ class EmbeddedGeneration:
     """
 
     def __init__(self, session: EmbeddedSession, generation: Generation) -> None:
+        super().__init__(session._bridge, generation)
         self._owner = session
-        self._bridge = session._bridge
         self._generation = generation
-        #: Drawn, and its wait was cancelled before it could be handed over.
-        self._kept: deque[GeneratedToken] = deque()
-        self._waited_for = False
 
     @property
     def finish_reason(self) -> str | None:
@@ -76,29 +117,6 @@ class EmbeddedGeneration:
 
     def __aiter__(self) -> EmbeddedGeneration:
         return self
-
-    async def __anext__(self) -> GeneratedToken:
-        self._bridge.check()
-        if self._kept:
-            return self._kept.popleft()
-        if self._waited_for:  # a second wait must not overtake the first, which may have a token to keep
-            raise SessionBusy("this answer is being waited for already; let that wait end first")
-        self._waited_for = True
-        try:
-            token = await self._bridge.call(_next, self._generation, keep=self._keep)
-        finally:
-            self._waited_for = False
-        if token is None:
-            raise StopAsyncIteration
-        return token
-
-    def _keep(self, token: GeneratedToken | None) -> None:
-        if token is not None:
-            self._kept.append(token)
-
-
-async def _next(generation: Generation) -> GeneratedToken | None:
-    return await anext(generation, None)
 
 
 class EmbeddedSession:
@@ -203,6 +221,136 @@ async def _subscribe(bridge: Bridge, pipeline: Pipeline) -> AsyncIterator[asynci
             nursery.cancel_scope.cancel()
 
 
+class _Admitted:
+    """On the trio side: an answer whose block may end while a task waits for its next token. That wait ends first."""
+
+    def __init__(self, answer: Answer) -> None:
+        self.answer = answer
+        self._scope: trio.CancelScope | None = None
+        self._idle = trio.Event()
+        self._left = False
+
+    def __aiter__(self) -> _Admitted:
+        return self
+
+    async def __anext__(self) -> GeneratedToken:
+        if not self._left:
+            self._idle = trio.Event()
+            try:
+                with trio.CancelScope() as self._scope:
+                    return await anext(self.answer)
+            finally:
+                self._scope = None
+                self._idle.set()
+        raise ClosedError("the block of this answer was left; admit the job again")
+
+    async def leave(self) -> None:
+        self._left = True
+        if self._scope is not None:
+            self._scope.cancel()
+            with trio.CancelScope(shield=True):
+                await self._idle.wait()
+
+
+class _Served:
+    """On the trio side: a serving whose block may end before those of its answers."""
+
+    def __init__(self, engine: ServingEngine) -> None:
+        self.engine = engine
+        self._admitted: set[_Admitted] = set()
+
+    @asynccontextmanager
+    async def admit(self, job: Job, deadline: float | None) -> AsyncIterator[_Admitted]:
+        async with self.engine.admit(job, deadline) as answer:
+            admitted = _Admitted(answer)
+            self._admitted.add(admitted)
+            try:
+                yield admitted
+            finally:
+                self._admitted.discard(admitted)
+                await admitted.leave()
+
+    async def leave(self) -> None:
+        self.engine.end_all()
+        for admitted in list(self._admitted):
+            await admitted.leave()
+            self.engine.release(admitted.answer)
+
+
+@asynccontextmanager
+async def _serve(pipeline: Pipeline, limits: ServingLimits | None) -> AsyncIterator[_Served]:
+    async with open_serving(pipeline, limits) as engine:
+        served = _Served(engine)
+        try:
+            yield served
+        finally:
+            await served.leave()
+
+
+class EmbeddedAnswer(_EmbeddedTokens):
+    """The answer to one job; see :class:`~dgr.serving.engine.Answer`. Made by :meth:`EmbeddedServing.admit`.
+
+    Cancelling a wait in it loses nothing: iterating goes on. After its block it raises :class:`~dgr.errors.ClosedError`.
+    """
+
+    def __init__(self, serving: EmbeddedServing, block: object, admitted: _Admitted) -> None:
+        super().__init__(serving._bridge, admitted)
+        self._owner = serving, block
+        self._answer = admitted.answer
+
+    @property
+    def phase(self) -> Phase:
+        return self._answer.phase
+
+    @property
+    def usage(self) -> Usage:
+        return self._answer.usage
+
+    @property
+    def finish_reason(self) -> str | None:
+        """At the end: ``stop`` or ``length``."""
+        return self._answer.finish_reason
+
+    def __aiter__(self) -> EmbeddedAnswer:
+        return self
+
+
+class EmbeddedServing:
+    """Admission to one pipeline; see :class:`~dgr.serving.engine.ServingEngine`. Made by :meth:`EmbeddedPipeline.serving`."""
+
+    def __init__(self, pipeline: EmbeddedPipeline, block: object, served: _Served) -> None:
+        self._owner = pipeline, block
+        self._bridge = pipeline._bridge
+        self._served = served
+
+    @property
+    def engine(self) -> ServingEngine:
+        """The engine itself, to read its counters, line and state; its methods belong to the trio side."""
+        return self._served.engine
+
+    def admit(self, job: Job, deadline: float | None = None) -> AbstractAsyncContextManager[EmbeddedAnswer]:
+        """A place in the line for ``job``, given back with the block; errors as of :meth:`ServingEngine.admit`."""
+        return Hold(self._bridge, partial(self._served.admit, job, deadline), partial(EmbeddedAnswer, self))
+
+    async def encode(self, text: str) -> tuple[int, ...]:
+        """Token ids of a prompt, with the begin-of-text token if the model has one.
+
+        Raises :class:`~dgr.errors.InputError` over a pipeline without a vocabulary.
+        """
+
+        async def run() -> tuple[int, ...]:
+            vocabulary = self.engine.pipeline.vocabulary
+            if vocabulary is None:
+                raise InputError("a text prompt needs a vocabulary; give token ids, or open the pipeline with one")
+            return tuple(vocabulary.encode(text, add_special=True))
+
+        return await self._bridge.call(run)
+
+    async def drain(self, seconds: float) -> None:
+        """Admit nobody from now on; wait for the answers under way, and end those that take longer than ``seconds``."""
+        await self._bridge.call(self.engine.drain, seconds)
+
+
 class EmbeddedPipeline:
     """A pipeline; see :class:`~dgr.client.pipeline.Pipeline`."""
 
@@ -214,6 +362,10 @@ class EmbeddedPipeline:
     def session(self) -> AbstractAsyncContextManager[EmbeddedSession]:
         """A conversation; its state is dropped when the block ends."""
         return Hold(self._bridge, self._pipeline.session, partial(EmbeddedSession, self))
+
+    def serving(self, limits: ServingLimits | None = None) -> AbstractAsyncContextManager[EmbeddedServing]:
+        """Serve the pipeline to many; leaving the block ends all answers. Raises :class:`~dgr.errors.InputError`."""
+        return Hold(self._bridge, partial(_serve, self._pipeline, limits), partial(EmbeddedServing, self))
 
     def events(self) -> AbstractAsyncContextManager[EmbeddedEvents]:
         """Subscribe to everything that happens from now on, for the length of the block."""

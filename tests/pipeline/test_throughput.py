@@ -8,61 +8,23 @@ needs for all groups and what the largest group needs for all stages, for the be
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import trio
+from timed_engines import CPU, DEVICE, TimedEngine, time_engines
 from trio.testing import MockClock
 
 from dgr.core.values import ContextParams, Numerics
-from dgr.engine.base import Output, Work
-from dgr.stage import ready, scheduler
-from dgr.testing import offline as offline_module
-from dgr.testing.engines.fake import FakeEngine
+from dgr.stage import ready
 from dgr.testing.offline import Offline, open_fake_pipeline
 
-T = TypeVar("T")
-
 SPLITS = {1: "0:6", 2: "0:3,3:6", 3: "0:2,2:4,4:6", 4: "0:1,1:2,2:4,4:6"}
-#: Seconds of a batch: fixed, and for each token. As the 649 M fixture took on a CPU, and as a device would.
-CPU, DEVICE = (0.026, 0.016), (0.030, 0.003)
-
-
-class TimedEngine(FakeEngine):
-    """Its runs take time, which its :class:`TimedThread` spends."""
-
-    inline = False
-    cost = CPU
-
-    def run(self, batch: Sequence[Work]) -> list[Output]:
-        fixed, each = type(self).cost
-        TimedThread.owed = fixed + each * sum(len(work.tokens) for work in batch)
-        return super().run(batch)
-
-
-class TimedThread:
-    owed = 0.0
-
-    def __init__(self, name: str) -> None:
-        """As an engine's thread."""
-
-    async def run(self, function: Callable[[], T]) -> T:
-        TimedThread.owed = 0.0
-        result = function()
-        await trio.sleep(TimedThread.owed)
-        return result
-
-    def stop(self) -> None:
-        """There is no thread."""
 
 
 @pytest.fixture
 def timed(monkeypatch: pytest.MonkeyPatch) -> type[TimedEngine]:
-    monkeypatch.setattr(offline_module, "FakeEngine", TimedEngine)
-    monkeypatch.setattr(scheduler, "EngineThread", TimedThread)
-    monkeypatch.setattr(TimedEngine, "cost", CPU)
-    return TimedEngine
+    return time_engines(monkeypatch)
 
 
 def most(sessions: int, stages: int, cost: tuple[float, float]) -> float:

@@ -38,6 +38,22 @@ def make_app(
         told = {"status": "ready" if engine.is_ready else "not ready", "route": pipeline.state.value}
         return _json(told, 200 if engine.is_ready else 503)
 
+    async def status(_: Request) -> Response:
+        load = {
+            "slots": engine.line.slots,
+            "running": engine.line.running,
+            "waiting": engine.line.waiting,
+            "waiting_tokens": engine.line.waiting_tokens,
+            "in_flight": pipeline.statistics().in_flight,
+            "tokens": engine.counters.completion_tokens,
+        }
+        stages = [
+            {"address": one.address, "layers": str(one.layers), "devices": one.devices, "lost": one.lost}
+            for one in pipeline.stages
+        ]
+        told = {"route": pipeline.state.value, "epoch": pipeline.epoch, "ready": engine.is_ready}
+        return _json({**told, "load": load, "stages": stages})
+
     async def models(_: Request) -> Response:
         return _json({"object": "list", "data": [about()]})
 
@@ -77,6 +93,7 @@ def make_app(
             Route("/v1/models/{name:path}", model),
             Route("/health", health),
             Route("/ready", ready),
+            Route("/status", status),
             Route("/metrics", metrics),
             Route("/", index),
         ],

@@ -38,9 +38,9 @@ PAGE_HEADERS = {
 
 def page(service: Service) -> str:
     """The page of one server."""
-    options, pipeline = service.options, service.engine.pipeline
+    options, pipeline, slots = service.options, service.engine.pipeline, service.engine.line.slots
     about = (
-        f"{service.engine.line.slots} conversations of {service.n_ctx} tokens at once, {pipeline.context.numerics.value}"
+        f"{slots} conversation{'s' if slots > 1 else ''} of {service.n_ctx} tokens at once, {pipeline.context.numerics.value}"
         f" numerics, stages {', '.join(str(ref.layers) for ref in pipeline.route.stages)}"
     )
     efforts = "".join(
