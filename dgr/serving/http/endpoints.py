@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 import trio
 from attrs import define, frozen
 
+from dgr.core.log_fields import log_fields
 from dgr.core.values import SamplingParams
 from dgr.errors import DgrError
 from dgr.serving.api.errors import ApiError, ErrorShape, api_error, overlong
@@ -118,7 +119,9 @@ class Endpoint:
             await send_error(send, told, self.errors)
         finally:
             self.service.metrics.requests.labels(self.name, str(status)).inc()
-            _log.info("%s: %d after %.3f s", self.name, status, trio.current_time() - began)
+            pipeline = self.service.engine.pipeline
+            fields = log_fields(pipeline.route_id, pipeline.epoch)
+            _log.info("%s: %d after %.3f s", self.name, status, trio.current_time() - began, extra=fields)
 
     async def read(self, receive: Receive) -> bytes:
         """The request's body. Raises :class:`ApiError`, :class:`ClientLeft`."""
