@@ -60,6 +60,8 @@ class LinkStatistics:
     bytes_received: int
     #: Payload bytes under way: taken for sending, not written to the end. At most ``limits.under_way``, or one payload.
     bytes_queued: int
+    #: Seconds from the last sign of life that was asked for to its answer; None before the first. Only an idle link asks.
+    round_trip: float | None = None
 
 
 class Link:
@@ -78,6 +80,9 @@ class Link:
         self._idle = trio.lowlevel.ParkingLot()
         #: When the last byte came, and when a sign of life was last asked for.
         self._heard = self._asked = trio.current_time()
+        #: When the sign of life was asked for whose answer is awaited; and how long the last answer took.
+        self._pinged: float | None = None
+        self._round_trip: float | None = None
         self._writing_now = False
         self._writing = trio.CancelScope()
         self._received: deque[Received] = deque()
@@ -92,7 +97,12 @@ class Link:
 
     def statistics(self) -> LinkStatistics:
         return LinkStatistics(
-            self._outbox.frames, self._frames_received, self._bytes_sent, self._bytes_received, self._outbox.queued
+            self._outbox.frames,
+            self._frames_received,
+            self._bytes_sent,
+            self._bytes_received,
+            self._outbox.queued,
+            self._round_trip,
         )
 
     def apply_limits(
@@ -217,6 +227,7 @@ class Link:
         self._asked = trio.current_time()
         if self._is_open and len(self._outbox.control) < _CONTROL_QUEUE:
             self.send_nowait(Ping(_KEEPALIVE))
+            self._pinged = self._asked if self._pinged is None else self._pinged
 
     async def _put(self, head: bytes, body: memoryview | None) -> None:
         """Write a packet, or a message and its first fragment."""
@@ -287,7 +298,8 @@ class Link:
                 if frame.nonce and self._is_open:
                     self.send_nowait(Pong(frame.nonce))
             case Pong() if frame.nonce == _KEEPALIVE:
-                pass  # that it came is all it says
+                if self._pinged is not None:
+                    self._round_trip, self._pinged = trio.current_time() - self._pinged, None
             case _:
                 return False
         return True
