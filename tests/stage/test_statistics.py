@@ -7,9 +7,7 @@ import pytest
 from dgr.stage.statistics import BatchCounts, Counts
 
 
-@pytest.mark.parametrize(
-    ("value", "bucket"), [(0, 0), (0.5, 0), (1, 0), (1.01, 1), (2, 1), (4, 2), (4.5, 3), (1e9, 3)]
-)
+@pytest.mark.parametrize(("value", "bucket"), [(0, 0), (0.5, 0), (1, 0), (1.01, 1), (2, 1), (4, 2), (4.5, 3), (1e9, 3)])
 def test_a_bound_belongs_to_its_bucket(value: float, bucket: int) -> None:
     counts = Counts((1, 2, 4))
     counts.add(value)

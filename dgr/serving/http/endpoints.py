@@ -192,13 +192,17 @@ class GeneratingEndpoint(Endpoint):
     async def _run(self, running: Running, take: Callable[[list[Any]], Any]) -> None:
         """One answer, from the line to its last token."""
         answer, reply, metrics = running.answer, running.reply, self.service.metrics
-        began = last = trio.current_time()
+        began = first = last = trio.current_time()
         try:
             # The deadline is for the client too: one that reads slowly must not hold a slot for longer.
             with trio.CancelScope(deadline=answer.deadline) as scope:
                 async for token in answer:
                     now = trio.current_time()
-                    (metrics.first_token if answer.usage.completion == 1 else metrics.inter_token).observe(now - last)
+                    if answer.usage.completion == 1:
+                        first = now
+                        metrics.first(answer, began, now)
+                    else:
+                        metrics.inter_token.observe(now - last)
                     last = now
                     await take(reply.token(token))
                     if reply.finished:
@@ -207,7 +211,7 @@ class GeneratingEndpoint(Endpoint):
                 raise answer.time_out()
         finally:
             self.service.engine.release(answer)
-        metrics.whole.observe(trio.current_time() - began)
+        metrics.complete(answer, began, first, trio.current_time())
         await take(reply.closing(answer.finish_reason or "stop"))
 
     async def _run_all(self, running: list[Running], take: Callable[[Running, list[Any]], Any]) -> None:
