@@ -61,4 +61,5 @@ def _sum(before: LinkStatistics, one: LinkStatistics, *, is_open: bool = False) 
         before.bytes_received + one.bytes_received,
         before.bytes_queued + one.bytes_queued if is_open else 0,
         (before.round_trip if one.round_trip is None else one.round_trip) if is_open else None,
+        before.seconds_waited + one.seconds_waited,
     )

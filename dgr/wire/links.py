@@ -62,6 +62,8 @@ class LinkStatistics:
     bytes_queued: int
     #: Seconds from the last sign of life that was asked for to its answer; None before the first. Only an idle link asks.
     round_trip: float | None = None
+    #: Seconds for which payloads waited for room, all of them together: the other side, or what is between, is the slower.
+    seconds_waited: float = 0.0
 
 
 class Link:
@@ -83,6 +85,7 @@ class Link:
         #: When the sign of life was asked for whose answer is awaited; and how long the last answer took.
         self._pinged: float | None = None
         self._round_trip: float | None = None
+        self._seconds_waited = 0.0
         self._writing_now = False
         self._writing = trio.CancelScope()
         self._received: deque[Received] = deque()
@@ -103,6 +106,7 @@ class Link:
             self._bytes_received,
             self._outbox.queued,
             self._round_trip,
+            self._seconds_waited,
         )
 
     def apply_limits(
@@ -172,6 +176,7 @@ class Link:
         return Outgoing(packets, frame.key, stream, frame.payload)
 
     async def _wait_for_room(self, outgoing: Outgoing) -> None:
+        began = trio.current_time()
         try:
             await outgoing.settled.wait()
         except trio.Cancelled:
@@ -179,6 +184,8 @@ class Link:
             self._outbox.withdraw(outgoing)
             self._start_writing()
             raise
+        finally:
+            self._seconds_waited += trio.current_time() - began
         if not outgoing.admitted:
             self._check_open()
 

@@ -152,6 +152,9 @@ def _links(seen: ServerStatistics) -> Iterator[Metric]:
     yield _labelled(CounterMetricFamily, "dgr_stage_link_frames", text, sent_and_received, frames)
     text = "Bytes over links, without those of TLS."
     yield _labelled(CounterMetricFamily, "dgr_stage_link_bytes", text, sent_and_received, sizes)
+    waited = {key: one.seconds_waited for key, one in traffic.items()}
+    text = "Seconds for which payloads waited for room on a link, all sessions together."
+    yield _labelled(CounterMetricFamily, "dgr_stage_link_wait_seconds", text, where, waited)
     queued = {key: one.bytes_queued for key, one in traffic.items()}
     text = "Payload bytes taken for sending and not written yet."
     yield _labelled(GaugeMetricFamily, "dgr_stage_link_queued_bytes", text, where, queued)

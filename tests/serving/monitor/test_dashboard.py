@@ -103,11 +103,11 @@ def test_the_panels_do_not_lie_upon_each_other() -> None:
     assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
 
 
-def table(section: str) -> dict[str, tuple[str, str]]:
-    """Metric -> its type and what it is, as a section of the page tells."""
+def table(section: str) -> dict[str, tuple[str, set[str], str]]:
+    """Metric -> its type, its labels and what it is, as a section of the page tells."""
     text = PAGE.split(f"\n## {section}\n")[1].split("\n## ")[0]
-    rows = re.findall(r"^\| `(dgr_\w+)(?:\{[\w,]*\})?` \| (\w+) \| (.+) \|$", text, re.MULTILINE)
-    return {name: (kind, what) for name, kind, what in rows}
+    rows = re.findall(r"^\| `(dgr_\w+)(?:\{([\w,]*)\})?` \| (\w+) \| (.+) \|$", text, re.MULTILINE)
+    return {name: (kind, set(labels.split(",")) - {""}, what) for name, labels, kind, what in rows}
 
 
 async def test_the_page_tells_of_every_metric_and_of_no_other(serve: Callable[..., Any]) -> None:
@@ -115,13 +115,14 @@ async def test_the_page_tells_of_every_metric_and_of_no_other(serve: Callable[..
         ("Metrics of a server", await of_server(serve)),
         ("Metrics of a stage", await of_stage()),
     ):
-        exposed = {
-            f"{name}_total" if kind == "counter" else name: (kind, seen.helps[name])
-            for name, kind in seen.types.items()
-            if name.startswith("dgr_") and not name.endswith("_created")
-        }
+        labels, exposed = labels_of(seen), {}
+        for family, kind in seen.types.items():
+            if family.startswith("dgr_") and not family.endswith("_created"):
+                name = f"{family}_total" if kind == "counter" else family
+                own = labels[f"{family}_count" if kind == "histogram" else name]
+                exposed[name] = kind, own, seen.helps[family]
         assert table(section) == exposed, section
-        assert all(what for _, what in exposed.values())
+        assert all(what for _, _, what in exposed.values())
 
 
 def test_the_scrape_example_is_of_addresses() -> None:
