@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import NoReturn
 
-from dgr.cli import doctor, fixture, generate, inspect, keys, logits, plan, selftest, serve, slices, stage, up
+from dgr.cli import doctor, fixture, generate, inspect, keys, logits, plan, selftest, serve, slices, stage, top, up
 from dgr.cli.exit_codes import run_command
-from dgr.cli.logs import LEVELS, start_logging
+from dgr.cli.logs import FORMAT_VARIABLE, FORMATS, LEVELS, start_logging
 from dgr.engine.native import build_info
 from dgr.text import printable
 
@@ -38,26 +38,35 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="dgr", description="Run DeepSeek V4 Flash as a pipeline of layer-range stages, bit for bit.")
     parser.add_argument("--version", action=_Version)
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (generate, serve, logits, plan, slices, stage, up, doctor, keys, inspect, fixture, selftest):
+    for command in (generate, serve, logits, plan, slices, stage, up, top, doctor, keys, inspect, fixture, selftest):
         command.register(subparsers)
-    _add_log(parser, "warning")
+    _add_log(parser, {"log": "warning", "log_format": None})
     return parser
 
 
-def _add_log(parser: argparse.ArgumentParser, default: str) -> None:
-    """``--log``, before the command and after it; one that is not given after it leaves the other in force."""
+def _add_log(parser: argparse.ArgumentParser, defaults: Mapping[str, str | None]) -> None:
+    """``--log`` and its format, before the command and after it; one that is not given after it leaves the other in force."""
     parser.add_argument(
-        "--log", metavar="LEVEL", default=default, help=f"log level: {', '.join(LEVELS)} (default: warning)"
+        "--log",
+        metavar="LEVEL",
+        default=defaults.get("log", argparse.SUPPRESS),
+        help=f"log level: {', '.join(LEVELS)} (default: warning)",
+    )
+    parser.add_argument(
+        "--log-format",
+        choices=FORMATS,
+        default=defaults.get("log_format", argparse.SUPPRESS),
+        help=f"lines of text, or JSON objects (default: {FORMAT_VARIABLE} of the environment, else text)",
     )
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for command in action.choices.values():
-                _add_log(command, argparse.SUPPRESS)
+                _add_log(command, {})
 
 
 def _run(argv: Sequence[str] | None) -> int:
     args = _parser().parse_args(argv)
-    start_logging(args.log)
+    start_logging(args.log, args.log_format)
     return int(args.run(args))
 
 

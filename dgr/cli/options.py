@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,6 +22,7 @@ __all__ = [
     "add_reserved_arguments",
     "context_of",
     "link_policy_of",
+    "require_extra",
 ]
 
 _DEFAULTS = ContextParams()
@@ -137,3 +139,15 @@ def context_of(args: argparse.Namespace) -> ContextParams:
         flash_attn=args.flash_attn == "on",
         numerics=Numerics(args.numerics),
     )
+
+
+def require_extra(what: str, extra: str, modules: Sequence[str]) -> None:
+    """Refuse what needs modules of an extra that is not installed. Raises :class:`~dgr.errors.InputError`."""
+    if missing := [name for name in modules if _lacks(name)]:
+        raise InputError(
+            f"{what} needs {', '.join(missing)}: install dgr with its extra `{extra}` (pip install 'dgr[{extra}]')"
+        )
+
+
+def _lacks(name: str) -> bool:
+    return importlib.util.find_spec(name) is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import math
 import re
 import signal
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import trio
 
 from dgr.artifact.artifact import Artifact
-from dgr.cli.options import add_link_arguments, add_model_arguments, link_policy_of
+from dgr.cli.options import add_link_arguments, add_model_arguments, link_policy_of, require_extra
 from dgr.cli.pipelines import add_route_argument, open_local, route_of
 from dgr.cli.progress import progress_bar
 from dgr.cli.streams import print_json, until_input_ends
@@ -137,16 +136,9 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    if missing := [name for name in ("anycorn", "deepseek_recipe", "prometheus_client", "starlette") if _lacks(name)]:
-        raise InputError(
-            f"dgr serve needs {', '.join(missing)}: install dgr with its extra `http` (pip install 'dgr[http]')"
-        )
+    require_extra("dgr serve", "http", ("anycorn", "deepseek_recipe", "prometheus_client", "starlette"))
     trio.run(_serve, args)
     return 0
-
-
-def _lacks(name: str) -> bool:
-    return importlib.util.find_spec(name) is None
 
 
 async def _serve(args: argparse.Namespace) -> None:

@@ -7,13 +7,14 @@ import logging
 import math
 import signal
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import trio
 
 from dgr.artifact.artifact import Artifact
-from dgr.cli.options import add_context_arguments, add_link_arguments, context_of, link_policy_of
+from dgr.cli.options import add_context_arguments, add_link_arguments, context_of, link_policy_of, require_extra
 from dgr.cli.progress import progress_bar, silent_bar
 from dgr.cli.streams import print_json, until_input_ends
 from dgr.cluster.server import StageServer
@@ -25,6 +26,9 @@ from dgr.errors import InputError
 from dgr.stage.shard import MIN_IDLE, open_shard
 from dgr.wire.nurseries import open_nursery
 from dgr.wire.tcp import listen
+
+if TYPE_CHECKING:
+    from dgr.serving.monitor.stage import StageMonitor
 
 __all__ = ["register", "run"]
 
@@ -54,6 +58,11 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
         metavar="SECONDS",
         help=f"sessions idle for less do not make room for others (default: {MIN_IDLE:g})",
     )
+    parser.add_argument(
+        "--metrics",
+        metavar="HOST:PORT",
+        help="answer /metrics (Prometheus), /health and /ready there over HTTP, from the start (extra `metrics`)",
+    )
     add_context_arguments(parser)
     add_link_arguments(parser)
     parser.add_argument(
@@ -64,6 +73,8 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.metrics is not None:
+        require_extra("dgr stage --metrics", "metrics", ("anycorn", "prometheus_client", "starlette"))
     trio.run(_stage, args)
     return 0
 
@@ -78,22 +89,37 @@ async def _stage(args: argparse.Namespace) -> None:
     context = context_of(args)
     # The port is taken before the weights are read: a wrong address shows at once.
     listeners, tls = await listen(args.listen, credentials=policy.credentials, allow_plain=policy.allow_plain)
-    engine = await trio.to_thread.run_sync(_load, args, layers)
-    server = StageServer(policy)
-    try:
+    async with AsyncExitStack() as stack:
+        monitor, metrics = await _open_monitor(stack, args.metrics)
+        engine = await trio.to_thread.run_sync(_load, args, layers)
+        stack.callback(engine.stop)
+        server = StageServer(policy)
         async with (
             open_shard(engine, server.dial, name=str(layers), idle_timeout=args.ttl, min_idle=args.min_idle) as shard,
             open_nursery() as nursery,
         ):
             await nursery.start(server.serve, shard, listeners, tls)
+            if monitor is not None:
+                monitor.opened(shard, server)
             with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-                _announce(args, listeners, engine)  # from here on a signal is an orderly end
+                _announce(args, listeners, engine, metrics)  # from here on a signal is an orderly end
                 await _until_told(args, signals)
+            if monitor is not None:
+                monitor.ending()
             engine.abort()  # a step under way ends early
             nursery.cancel_scope.cancel()
-    finally:
-        engine.stop()
     _log.info("stage %s with %d slots of %d tokens ended", layers, context.n_seq_max, context.n_ctx)
+
+
+async def _open_monitor(stack: AsyncExitStack, address: str | None) -> tuple[StageMonitor | None, list[str]]:
+    """What ``--metrics`` asks for, until the stack ends, and where it is."""
+    if address is None:
+        return None, []
+    from dgr.serving.monitor.endpoint import open_endpoint
+    from dgr.serving.monitor.stage import StageMonitor
+
+    monitor = StageMonitor()
+    return monitor, await stack.enter_async_context(open_endpoint(address, monitor))
 
 
 def _load(args: argparse.Namespace, layers: LayerRange) -> LlamaEngine:
@@ -111,7 +137,9 @@ def _load(args: argparse.Namespace, layers: LayerRange) -> LlamaEngine:
         return LlamaEngine(artifact, layers, context, threads=args.threads, mmap=args.mmap)
 
 
-def _announce(args: argparse.Namespace, listeners: list[trio.SocketListener], engine: LlamaEngine) -> None:
+def _announce(
+    args: argparse.Namespace, listeners: list[trio.SocketListener], engine: LlamaEngine, metrics: list[str]
+) -> None:
     host, port = listeners[0].socket.getsockname()[:2]
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     about, memory = engine.describe(), engine.memory()
@@ -126,12 +154,15 @@ def _announce(args: argparse.Namespace, listeners: list[trio.SocketListener], en
             "state_bytes": sum(memory.state.values()),
             "compute_bytes": memory.compute,
         }
+        if metrics:
+            line["metrics"] = [f"http://{where}/metrics" for where in metrics]
         print_json(line)
     else:
         print(
             f"stage {about.layers} listens on {address}, {about.context.numerics.value} numerics on"
             f" {', '.join(about.devices)}: weights {human_bytes(memory.weights)}, state"
-            f" {human_bytes(sum(memory.state.values()))}, compute {human_bytes(memory.compute)}",
+            f" {human_bytes(sum(memory.state.values()))}, compute {human_bytes(memory.compute)}"
+            + (f"; metrics at http://{metrics[0]}/metrics" if metrics else ""),
             flush=True,
         )
 

@@ -14,6 +14,7 @@ import trio
 from dgr.artifact.artifact import Artifact
 from dgr.cli.children import flags_of, python_module, spelled_out
 from dgr.cli.exit_codes import BAD_INPUT, FAILED
+from dgr.cli.logs import log_format
 from dgr.cli.options import add_link_arguments, add_reserved_arguments, link_policy_of
 from dgr.cli.progress import Activity, progress_bar, say_above
 from dgr.cli.streams import json_line, tell
@@ -87,7 +88,14 @@ def _local(file: RouteFile, only: list[str] | None) -> list[StageRef]:
 
 
 def stage_command(
-    file: RouteFile, ref: StageRef, model: Path, threads: int, sessions: int, policy: LinkPolicy, log: str = "warning"
+    file: RouteFile,
+    ref: StageRef,
+    model: Path,
+    threads: int,
+    sessions: int,
+    policy: LinkPolicy,
+    log: str = "warning",
+    log_format: str = "text",
 ) -> list[str]:
     """The command line of one stage."""
     values: dict[str, object] = {
@@ -102,7 +110,9 @@ def stage_command(
     if (tls := policy.credentials) is not None:
         files = {"--tls-ca": tls.ca, "--tls-cert": tls.certificate, "--tls-key": tls.key}
         values |= {flag: spelled_out(path) for flag, path in files.items()}
-    values |= {"--heartbeat": f"{policy.heartbeat:g}", "--log": log}
+    values |= {"--heartbeat": f"{policy.heartbeat:g}", "--log": log, "--log-format": log_format}
+    if ref.address in file.stage_metrics:
+        values["--metrics"] = file.stage_metrics[ref.address]
     plain = ["--allow-plain"] if policy.allow_plain else []
     return python_module(
         "dgr", "stage", spelled_out(model), *flags_of(values), *plain, "--json", "--until-stdin-closes"
@@ -129,7 +139,9 @@ async def _up(args: argparse.Namespace) -> None:
     commands = {}
     for ref in stages:
         stage_model = file.stage_models.get(ref.address, model)
-        commands[ref] = stage_command(file, ref, stage_model, threads, args.sessions, policy, args.log)
+        commands[ref] = stage_command(
+            file, ref, stage_model, threads, args.sessions, policy, args.log, log_format(args.log_format)
+        )
     with progress_bar("starting the stages") as activity:
         refused = await _supervise(commands, _Reporter(len(stages), args.json, activity))
     if refused is not None:

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import logging
+from collections import Counter
 from typing import TypeAlias
 
 import trio
 from attrs import frozen
 
+from dgr.core.log_fields import log_fields
 from dgr.core.route import Route
+from dgr.wire.values import Miss
 
 __all__ = [
+    "FAILURE",
+    "RE_PREFILL_REASONS",
     "Event",
     "EventHub",
     "GenerationCancelled",
@@ -117,6 +123,13 @@ Event: TypeAlias = (
     | RouteDown
 )
 
+_log = logging.getLogger("dgr.route")
+
+#: A re-prefill's reason where the event's own is the text of an error: a stage, a link or a batch failed.
+FAILURE = "failure"
+#: Reasons of re-prefills as they are counted.
+RE_PREFILL_REASONS = ("route change", "diverged", *(miss.name.lower() for miss in Miss), FAILURE)
+
 #: Events kept for a subscriber that does not read; later ones are dropped.
 KEPT_EVENTS = 4096
 #: Reports of progress kept for it: a long prefill must not push out what happened to the route.
@@ -127,6 +140,13 @@ class EventHub:
     """Hands events to whoever subscribed; a subscriber that does not read loses events, and never holds the pipeline."""
 
     def __init__(self) -> None:
+        #: The route session whose events they are, for the log.
+        self.route_id = b""
+        #: Re-prefills, and their tokens, by reason.
+        self.re_prefills: Counter[str] = Counter()
+        self.re_prefilled_tokens: Counter[str] = Counter()
+        #: Times the route was lost.
+        self.downs = 0
         self._subscribers: list[trio.MemorySendChannel[Event]] = []
 
     def subscribe(self) -> trio.MemoryReceiveChannel[Event]:
@@ -136,6 +156,7 @@ class EventHub:
         return receive
 
     def emit(self, event: Event) -> None:
+        self._note(event)
         for subscriber in list(self._subscribers):
             if isinstance(event, PrefillProgress) and subscriber.statistics().current_buffer_used >= _KEPT_PROGRESS:
                 continue
@@ -145,6 +166,24 @@ class EventHub:
                 continue
             except trio.BrokenResourceError:
                 self._subscribers.remove(subscriber)
+
+    def _note(self, event: Event) -> None:
+        """Count an event, and log what happened to the route or to a session's state."""
+        match event:
+            case RePrefilled():
+                reason = event.reason if event.reason in RE_PREFILL_REASONS else FAILURE
+                self.re_prefills[reason] += 1
+                self.re_prefilled_tokens[reason] += event.tokens
+                what, fields = "%d tokens re-prefilled in %.3f s: %s", log_fields(self.route_id, None, event.session)
+                _log.info(what, event.tokens, event.seconds, event.reason, extra=fields)
+            case StateLost():
+                _log.info("state lost: %s", event.reason, extra=log_fields(self.route_id, None, event.session))
+            case RouteDown():
+                self.downs += 1
+                _log.info("the route is down: %s", event.why, extra=log_fields(self.route_id, event.epoch))
+            case RouteChanged():
+                stages = ", ".join(f"{ref.address} ({ref.layers})" for ref in event.route.stages)
+                _log.info("the route is live: %s", stages, extra=log_fields(self.route_id, event.epoch))
 
     def close(self) -> None:
         for subscriber in self._subscribers:

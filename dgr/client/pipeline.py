@@ -6,7 +6,7 @@ its :class:`~dgr.client.session.ClientSession` objects hold the transcripts.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
@@ -41,6 +41,11 @@ class PipelineStatistics:
     sessions: int
     #: Work frames sent whose reply was not taken yet, over all sessions.
     in_flight: int
+    #: Times the route was lost.
+    downs: int
+    #: Re-prefills by reason, and the tokens that were run again.
+    re_prefills: Mapping[str, int]
+    re_prefilled_tokens: Mapping[str, int]
 
 
 @frozen
@@ -131,6 +136,9 @@ class Pipeline:
             state=self.state.value,
             sessions=len(self._sessions),
             in_flight=sum(session.in_flight for session in self._sessions.values()),
+            downs=self._hub.downs,
+            re_prefills=dict(self._hub.re_prefills),
+            re_prefilled_tokens=dict(self._hub.re_prefilled_tokens),
         )
 
     def events(self) -> trio.MemoryReceiveChannel[Event]:
@@ -211,6 +219,7 @@ async def open_pipeline_on(
     client = RouteClient(
         connect, chunk=chunk, chunk_seconds=chunk_seconds, window=window, timeouts=timeouts, emit=hub.emit
     )
+    hub.route_id = client.route_id
     async with open_nursery() as nursery:
         async with cancelled_first():
             await nursery.start(client.run, route)

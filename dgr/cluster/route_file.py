@@ -17,6 +17,7 @@ from dgr.core.mtp import refuse_names
 from dgr.core.route import LayerRange, Route, StageRef
 from dgr.errors import InputError, InvalidLayerRange, InvalidRoute
 from dgr.text import utf8
+from dgr.wire.tcp import parse_address
 
 __all__ = ["RouteFile", "format_route_file", "read_route_file"]
 
@@ -47,6 +48,7 @@ class RouteFile:
         address = "10.0.0.1:7701"
         layers = "0:22"
         model = "slice-0-22.gguf"     # optional, for dgr up: the file of this stage, where it is not the model above
+        metrics = "10.0.0.1:9701"     # optional, for dgr up: where this stage answers /metrics, /health and /ready
 
     Relative paths are relative to the file.
     """
@@ -60,6 +62,8 @@ class RouteFile:
     tls: tuple[Path, Path, Path] | None = None
     #: Files of the stages that have their own, by address.
     stage_models: Mapping[str, Path] = field(factory=dict)
+    #: Addresses of the stages' metrics, by the stage's address.
+    stage_metrics: Mapping[str, str] = field(factory=dict)
 
 
 def read_route_file(path: str | Path) -> RouteFile:
@@ -72,11 +76,12 @@ def read_route_file(path: str | Path) -> RouteFile:
         raise InvalidRoute(f"{path} names no [[stage]]; give every stage an address and layers, head first")
     refs = []
     stage_models: dict[str, Path] = {}
+    stage_metrics: dict[str, str] = {}
     for index, stage in enumerate(stages):
         where = f"{path}: [[stage]] {index}"
         if not isinstance(stage, dict):
             raise InvalidRoute(f"{where} must be a table with address and layers")
-        _only(stage, {"address": str, "layers": str, "model": str}, where)
+        _only(stage, {"address": str, "layers": str, "model": str, "metrics": str}, where)
         for key in ("address", "layers"):
             if key not in stage:
                 raise InvalidRoute(f"{where} has no {key!r}")
@@ -87,6 +92,8 @@ def read_route_file(path: str | Path) -> RouteFile:
         refs.append(StageRef(stage["address"], layers))
         if "model" in stage:
             stage_models[stage["address"]] = path.parent / stage["model"]
+        if "metrics" in stage:
+            stage_metrics[stage["address"]] = _metrics_address(stage["metrics"], where)
     context = data.get("context", {})
     _only(context, _CONTEXT, f"{path}: [context]")
     tls = data.get("tls")
@@ -104,7 +111,18 @@ def read_route_file(path: str | Path) -> RouteFile:
         model=None if model is None else base / model,
         tls=None if tls is None else (base / tls["ca"], base / tls["certificate"], base / tls["key"]),
         stage_models=stage_models,
+        stage_metrics=stage_metrics,
     )
+
+
+def _metrics_address(address: str, where: str) -> str:
+    try:
+        _host, port = parse_address(address)
+    except InputError as error:
+        raise InvalidRoute(f"{where}: metrics: {error}") from error
+    if port == 0:
+        raise InvalidRoute(f"{where}: metrics is {address!r}; give a port that a scraper can be told of, not 0")
+    return address
 
 
 def _parsed(path: Path) -> dict[str, Any]:
@@ -147,6 +165,8 @@ def format_route_file(file: RouteFile) -> str:
         lines += ["", "[[stage]]", f"address = {_quoted(ref.address)}", f"layers = {_quoted(str(ref.layers))}"]
         if ref.address in file.stage_models:
             lines.append(f"model = {relative(file.stage_models[ref.address])}")
+        if ref.address in file.stage_metrics:
+            lines.append(f"metrics = {_quoted(file.stage_metrics[ref.address])}")
     return "\n".join(lines).lstrip("\n") + "\n"
 
 

@@ -12,6 +12,7 @@ import trio
 from attrs import frozen
 
 from dgr.cluster.connect import LinkPolicy, arriving_limits, first_frame, open_greeted
+from dgr.cluster.traffic import Side, Traffic
 from dgr.cluster.visitors import VisitorLog, says_something
 from dgr.errors import DgrError, FrameError, InputError, InvalidRoute, Overloaded
 from dgr.protocol.identity import check_alike, check_neighbours, check_wants
@@ -43,6 +44,8 @@ class ServerStatistics:
     refused: int
     #: Links to next stages: (own address, next stage's) -> counters.
     leaving: Mapping[tuple[str, str], LinkStatistics]
+    #: What went over all links, ended ones too: (side, the other stage's address or "" for pipelines) -> counters.
+    traffic: Mapping[tuple[Side, str], LinkStatistics]
 
 
 class StageServer:
@@ -58,6 +61,7 @@ class StageServer:
         self._next: dict[tuple[str, str], Link] = {}
         self._dialing: dict[tuple[str, str], trio.Lock] = {}
         self._visitors = VisitorLog()
+        self._traffic = Traffic()
         self._links = self._handshaking = self._accepted = self._refused = 0
 
     @property
@@ -67,7 +71,8 @@ class StageServer:
 
     def statistics(self) -> ServerStatistics:
         leaving = {pair: link.statistics() for pair, link in self._next.items()}
-        return ServerStatistics(self._links, self._handshaking, self._accepted, self._refused, leaving)
+        traffic = self._traffic.statistics()
+        return ServerStatistics(self._links, self._handshaking, self._accepted, self._refused, leaving, traffic)
 
     # --- towards the next stage ---
 
@@ -113,7 +118,8 @@ class StageServer:
                 started = True
                 task_status.started(link)
                 try:
-                    await self._served.watch_successor(link)
+                    with self._traffic.counting(Side.NEXT, successor, link):
+                        await self._served.watch_successor(link)
                 finally:
                     if self._next.get((own, successor)) is link:
                         del self._next[own, successor]
@@ -199,7 +205,10 @@ class StageServer:
             limits = limits_of(self._served.description)
             link.send_nowait(Welcome(self._served.description, limits.under_way))
             link.apply_limits(limits, None, limits.under_way, incoming=arriving_limits(limits, hello.role))
-            yield link, serve
+            is_pipeline = hello.role is Role.PIPELINE
+            side, peer = (Side.PIPELINE, "") if is_pipeline else (Side.PREVIOUS, hello.name)
+            with self._traffic.counting(side, peer, link):
+                yield link, serve
 
     def _admit(self, hello: frames.Frame, transport: Transport) -> Callable[[Link], Awaitable[None]]:
         """Check who it is and that it belongs here; returns what serves its link."""

@@ -28,7 +28,7 @@ from attrs import define, field
 
 from dgr.engine.base import Work
 
-__all__ = ["ReadyRequest", "ReadyWork", "StepTime", "best_groups"]
+__all__ = ["ReadyRequest", "ReadyWork", "StepTime", "best_groups", "is_decode"]
 
 #: Of a decode step's time, how long an unfilled batch waits at most; and that in seconds.
 _PATIENCE, _MOST_PATIENCE = 0.1, 0.02
@@ -135,7 +135,7 @@ class ReadyWork(Generic[R]):
     def add(self, request: R, now: float) -> None:
         """A request came."""
         slot = request.work.slot
-        if not _is_decode(request):
+        if not is_decode(request):
             self.forget(slot)
             self._prefill.append(request)
             return
@@ -174,7 +174,7 @@ class ReadyWork(Generic[R]):
 
     def ran(self, batch: list[R], began: float, now: float) -> None:
         """A batch has run; what was decoded is on its way round the ring."""
-        if not _is_decode(batch[0]):
+        if not is_decode(batch[0]):
             self._first = len(self._decode)
             return
         self._step_time.add(len(batch), now - began)
@@ -210,7 +210,8 @@ class ReadyWork(Generic[R]):
                 self.forget(slot)
 
 
-def _is_decode(request: ReadyRequest) -> bool:
+def is_decode(request: ReadyRequest) -> bool:
+    """Whether it is a decode step; all of a batch are, or none."""
     return len(request.work.tokens) == 1
 
 

@@ -14,9 +14,10 @@ from dgr.core.values import LogitsWanted, SamplingParams, StateSummary, TopLogpr
 from dgr.engine.base import Output, ShardEngine, Work
 from dgr.errors import EngineError, InputError, NonFinite
 from dgr.stage.engine_thread import EngineThread
-from dgr.stage.ready import ReadyWork
+from dgr.stage.ready import ReadyWork, is_decode
+from dgr.stage.statistics import BatchCounts, SchedulerStatistics
 
-__all__ = ["Scheduler", "SchedulerStatistics", "StepResult"]
+__all__ = ["Scheduler", "StepResult"]
 
 T = TypeVar("T")
 
@@ -34,23 +35,14 @@ class StepResult:
     top: tuple[TopLogprob, ...] = ()
 
 
-@frozen
-class SchedulerStatistics:
-    """Counters since the shard started."""
-
-    #: Native batches run.
-    batches: int
-    #: Work items in them; more than ``batches`` when sessions were merged.
-    items: int
-    tokens: int
-
-
 @define(eq=False)
 class _Request:
     work: Work
     sampling: SamplingParams | None
     history: Sequence[int]
     ring: int
+    #: When it was ready, in trio's time.
+    came: float
     done: trio.Event = field(factory=trio.Event)
     outcome: StepResult | EngineError | InputError | None = None
     #: The session gave up waiting before the step began.
@@ -138,26 +130,42 @@ class Scheduler:
         #: Whoever holds it has the engine alone; steps, cleared slots and summaries wait.
         self.engine_lock = trio.Lock()
         self._thread = EngineThread("dgr-engine")
-        self._batches = self._items = self._tokens = 0
+        self._decode, self._prefill = BatchCounts(), BatchCounts()
+        #: When the batch under way began; None when none is.
+        self._began: float | None = None
 
     def statistics(self) -> SchedulerStatistics:
-        return SchedulerStatistics(self._batches, self._items, self._tokens)
+        decode, prefill = self._decode.snapshot(), self._prefill.snapshot()
+        return SchedulerStatistics(
+            batches=decode.tokens.count + prefill.tokens.count,
+            items=decode.waits.count + prefill.waits.count,
+            tokens=int(decode.tokens.total + prefill.tokens.total),
+            decode=decode,
+            prefill=prefill,
+            running_seconds=0.0 if self._began is None else trio.current_time() - self._began,
+        )
 
     async def run(self) -> None:
         """Take what is ready, run it, answer; forever. The engine's thread ends with it."""
         try:
             while True:
                 batch = await self._next_batch()
-                began = trio.current_time()
+                self._began = began = trio.current_time()
                 await self._run(batch)
-                self._ready.ran(batch, began, trio.current_time())
-                self._batches += 1
-                self._items += len(batch)
-                self._tokens += sum(len(request.work.tokens) for request in batch)
+                now, self._began = trio.current_time(), None
+                self._ready.ran(batch, began, now)
+                self._count(batch, began, now)
                 for request in batch:
                     request.done.set()
         finally:
             self._thread.stop()
+
+    def _count(self, batch: list[_Request], began: float, now: float) -> None:
+        counts = self._decode if is_decode(batch[0]) else self._prefill
+        counts.seconds.add(now - began)
+        counts.tokens.add(sum(len(request.work.tokens) for request in batch))
+        for request in batch:
+            counts.waits.add(began - request.came)
 
     async def _run(self, batch: list[_Request]) -> None:
         try:
@@ -183,8 +191,9 @@ class Scheduler:
         Raises InputError when a guard refused (nothing changed), EngineError when the session is lost. Cancelled while
         waiting: a step that has begun still ends, its result is dropped.
         """
-        request = _Request(work, sampling, history, ring)
-        self._ready.add(request, trio.current_time())
+        now = trio.current_time()
+        request = _Request(work, sampling, history, ring, now)
+        self._ready.add(request, now)
         self._came.set()
         try:
             await request.done.wait()

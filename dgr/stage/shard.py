@@ -17,8 +17,8 @@ from typing import TypeAlias
 from weakref import WeakKeyDictionary
 
 import trio
-from attrs import frozen
 
+from dgr.core.log_fields import log_fields
 from dgr.core.values import Key
 from dgr.engine.base import ShardEngine
 from dgr.engine.budget import check_budget
@@ -26,8 +26,9 @@ from dgr.errors import LinkBroken, WireError
 from dgr.protocol.states import EpochState
 from dgr.stage.ledger import Lease, Ledger
 from dgr.stage.peers import close, confined, grant, say_ready
-from dgr.stage.scheduler import Scheduler, SchedulerStatistics
+from dgr.stage.scheduler import Scheduler
 from dgr.stage.session import SessionActor
+from dgr.stage.statistics import ShardStatistics
 from dgr.stage.supervisor import EpochSupervisor
 from dgr.wire import frames
 from dgr.wire.frames import Miss, Refusal
@@ -35,7 +36,7 @@ from dgr.wire.framing import Received
 from dgr.wire.links import Link
 from dgr.wire.nurseries import cancelled_first, open_nursery
 
-__all__ = ["MIN_IDLE", "Dialer", "Shard", "ShardStatistics", "open_shard"]
+__all__ = ["MIN_IDLE", "Dialer", "Shard", "open_shard"]
 
 _log = logging.getLogger("dgr.shard")
 
@@ -47,26 +48,6 @@ SessionRequest: TypeAlias = frames.Open | frames.Fork | frames.Close | frames.Qu
 
 #: (own address, successor's address) -> the boundary link between them.
 Dialer = Callable[[str, str], Awaitable[Link]]
-
-
-@frozen
-class ShardStatistics:
-    """A snapshot of a shard."""
-
-    #: Route sessions it serves.
-    routes: int
-    #: Live sessions over all routes.
-    sessions: int
-    #: Bytes of state leased to them.
-    leased_bytes: int
-    #: The same by component.
-    leased: dict[str, int]
-    #: Sessions ended to make room for others.
-    evictions: int
-    #: Frames dropped because their route session is not known here.
-    unroutable_frames: int
-    steps: SchedulerStatistics
-
 
 #: Waits for epochs that no pipeline has fenced here yet; more is a flood.
 _AWAITING = 1024
@@ -133,6 +114,7 @@ class Shard:
     def statistics(self) -> ShardStatistics:
         return ShardStatistics(
             routes=len(self._routes),
+            epochs={route: supervisor.epoch for route, supervisor in self._routes.items()},
             sessions=len(self._actors()),
             leased_bytes=self.ledger.leased_bytes,
             leased=self.ledger.leased(),
@@ -170,6 +152,8 @@ class Shard:
                     return None
                 leaving.end(Miss.EVICTED)
                 self._evictions += 1
+                key = leaving.key
+                _log.info("a session makes room for another", extra=log_fields(key.route, key.epoch, key.session))
             await leaving.ended.wait()
         return None
 
@@ -184,6 +168,7 @@ class Shard:
 
     def announce(self, supervisor: EpochSupervisor) -> None:
         """Tell a stage that waits for it that an epoch is admitted."""
+        _log.info("stage %s admits the epoch", self.name, extra=log_fields(supervisor.route, supervisor.epoch))
         link = self._awaiting.pop((supervisor.route, supervisor.epoch, supervisor.predecessor), None)
         if link is not None:
             say_ready(link, supervisor.route, supervisor.epoch)
@@ -354,6 +339,7 @@ class Shard:
         except Exception as error:
             self._fail(supervisor, error)  # its sessions are cleared and their slots are back
         finally:
+            _log.info("the route session has ended", extra=log_fields(supervisor.route, supervisor.epoch))
             del self._routes[supervisor.route]
             self._forget_waits(supervisor)
             supervisor.ended.set()
@@ -375,6 +361,7 @@ class Shard:
             supervisor.route.hex(),
             self.name,
             exc_info=error,
+            extra=log_fields(supervisor.route, supervisor.epoch if epoch is None else epoch),
         )
         supervisor.fail(f"stage {self.name} failed in this route session: {type(error).__name__}: {error}", epoch)
 

@@ -60,6 +60,10 @@ class LinkStatistics:
     bytes_received: int
     #: Payload bytes under way: taken for sending, not written to the end. At most ``limits.under_way``, or one payload.
     bytes_queued: int
+    #: Seconds from the last sign of life that was asked for to its answer; None before the first. Only an idle link asks.
+    round_trip: float | None = None
+    #: Seconds for which payloads waited for room, all of them together: the other side, or what is between, is the slower.
+    seconds_waited: float = 0.0
 
 
 class Link:
@@ -78,6 +82,10 @@ class Link:
         self._idle = trio.lowlevel.ParkingLot()
         #: When the last byte came, and when a sign of life was last asked for.
         self._heard = self._asked = trio.current_time()
+        #: When the sign of life was asked for whose answer is awaited; and how long the last answer took.
+        self._pinged: float | None = None
+        self._round_trip: float | None = None
+        self._seconds_waited = 0.0
         self._writing_now = False
         self._writing = trio.CancelScope()
         self._received: deque[Received] = deque()
@@ -92,7 +100,13 @@ class Link:
 
     def statistics(self) -> LinkStatistics:
         return LinkStatistics(
-            self._outbox.frames, self._frames_received, self._bytes_sent, self._bytes_received, self._outbox.queued
+            self._outbox.frames,
+            self._frames_received,
+            self._bytes_sent,
+            self._bytes_received,
+            self._outbox.queued,
+            self._round_trip,
+            self._seconds_waited,
         )
 
     def apply_limits(
@@ -162,6 +176,7 @@ class Link:
         return Outgoing(packets, frame.key, stream, frame.payload)
 
     async def _wait_for_room(self, outgoing: Outgoing) -> None:
+        began = trio.current_time()
         try:
             await outgoing.settled.wait()
         except trio.Cancelled:
@@ -169,6 +184,8 @@ class Link:
             self._outbox.withdraw(outgoing)
             self._start_writing()
             raise
+        finally:
+            self._seconds_waited += trio.current_time() - began
         if not outgoing.admitted:
             self._check_open()
 
@@ -217,6 +234,7 @@ class Link:
         self._asked = trio.current_time()
         if self._is_open and len(self._outbox.control) < _CONTROL_QUEUE:
             self.send_nowait(Ping(_KEEPALIVE))
+            self._pinged = self._asked if self._pinged is None else self._pinged
 
     async def _put(self, head: bytes, body: memoryview | None) -> None:
         """Write a packet, or a message and its first fragment."""
@@ -287,7 +305,8 @@ class Link:
                 if frame.nonce and self._is_open:
                     self.send_nowait(Pong(frame.nonce))
             case Pong() if frame.nonce == _KEEPALIVE:
-                pass  # that it came is all it says
+                if self._pinged is not None:
+                    self._round_trip, self._pinged = trio.current_time() - self._pinged, None
             case _:
                 return False
         return True

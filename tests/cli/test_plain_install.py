@@ -65,7 +65,7 @@ print(needs)
 """
 
 
-#: What the extra ``http`` brings, for the two folders that may need it.
+#: What the extra ``http`` brings, ``metrics`` among it, for the three folders that may need it.
 HTTP = {"anycorn", "deepseek_recipe", "prometheus_client", "starlette"}
 
 
@@ -73,7 +73,7 @@ def test_every_module_is_imported_but_those_of_the_http_extra() -> None:
     done = run_plainly(IMPORT_ALL)
     assert done.stderr == ""
     needs = ast.literal_eval(done.stdout)
-    folders = ("dgr.serving.api.", "dgr.serving.http.")
+    folders = ("dgr.serving.api.", "dgr.serving.http.", "dgr.serving.monitor.")
     assert all(module.startswith(folders) and needed in HTTP for module, needed in needs.items()), needs
 
 

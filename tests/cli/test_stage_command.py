@@ -5,10 +5,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
+import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
@@ -87,6 +89,7 @@ def _program(arguments: list[str]) -> subprocess.Popen[bytes]:
         (("--layers", "0:7", *LISTEN, "--memory", "9" * 400 + "%"), "is over 2^63 bytes"),
         (("--layers", "0:7", *LISTEN, "--memory", "8388608TiB"), "is over 2^63 bytes"),
         (("--layers", "0:7", *LISTEN, "--memory", "0"), "is less than one byte"),
+        (("--layers", "0:7", *LISTEN, "--metrics", "9701"), "address '9701' is not HOST:PORT"),
         (("--layers", "0:7", *LISTEN, "--ttl", "0"), "--ttl is 0"),
         (("--layers", "0:7", *LISTEN, "--ttl", "nan"), "--ttl is nan"),
         (("--layers", "0:7", *LISTEN, "--numerics", "rough"), "invalid choice: 'rough'"),
@@ -129,6 +132,26 @@ def test_a_ready_stage_says_what_it_is(stages: Callable[..., list[Stage]], small
     assert min(stage.line[name] for name in ("weights_bytes", "state_bytes", "compute_bytes")) > 0
 
 
+def test_a_stage_with_metrics_says_where_they_are(stages: Callable[..., list[Stage]], small: Path) -> None:
+    (stage,) = stages((small, "0:3", "--metrics", "127.0.0.1:0"))
+    (url,) = stage.line["metrics"]
+    with urllib.request.urlopen(url) as answer:
+        text = answer.read().decode()
+    (found,) = re.findall(r"^dgr_stage_weights_bytes (\S+)$", text, re.MULTILINE)
+    assert float(found) == stage.line["weights_bytes"]
+    with urllib.request.urlopen(url.replace("/metrics", "/ready")) as answer:
+        assert json.load(answer) == {"status": "ready"}
+
+
+def test_metrics_without_their_extra_name_it(
+    run: Callable[..., Result], small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dgr.cli.options._lacks", lambda name: name == "anycorn")
+    result = run("stage", small, "--layers", "0:7", *LISTEN, "--metrics", "127.0.0.1:0")
+    assert result.code == 2
+    assert "dgr stage --metrics needs anycorn: install dgr with its extra `metrics`" in result.err
+
+
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM], ids=lambda how: how.name)
 def test_a_signal_ends_a_stage_in_good_order(how: signal.Signals, small: Path) -> None:
     with _program(["stage", str(small), "--layers", "0:3", *LISTEN, *CONTEXT]) as process:
@@ -165,6 +188,8 @@ FAR = '[[stage]]\naddress = "192.0.2.1:7701"\nlayers = "0:7"\n'
         (STAGE, ("--model", "SMALL", "--heartbeat", "0"), "--heartbeat is 0 seconds"),
         (STAGE, ("--model", "SMALL", "--tls-ca", "x"), "--tls-ca, --tls-cert and --tls-key go together"),
         (STAGE, ("--model", "SMALL", "--threads", "0"), "--threads is 0"),
+        (f'{STAGE}metrics = "9701"', ("--model", "SMALL"), "metrics: address '9701' is not HOST:PORT"),
+        (f'{STAGE}metrics = "127.0.0.1:0"', ("--model", "SMALL"), "give a port that a scraper can be told of, not 0"),
     ],
 )
 def test_what_up_refuses(
@@ -180,18 +205,19 @@ def test_up_gives_every_stage_what_the_route_says(small: Path, tmp_path: Path) -
     path = _route(
         tmp_path,
         '[context]\nn_ctx = 512\nn_batch = 64\nn_ubatch = 32\nn_seq_max = 2\ntype_k = "f32"\nflash_attn = false\n'
-        f'numerics = "native"\n{STAGE}',
+        f'numerics = "native"\n{STAGE}metrics = "127.0.0.1:9701"\n',
     )
     file = read_route_file(path)
     credentials = Credentials(Path("ca.pem"), Path("a.pem"), Path("a.key"))
     policy = LinkPolicy(credentials=credentials, allow_plain=True, heartbeat=0.5)
-    command = stage_command(file, StageRef("127.0.0.1:7701", LayerRange(0, 7)), small, 3, 4, policy, "debug")
+    command = stage_command(file, StageRef("127.0.0.1:7701", LayerRange(0, 7)), small, 3, 4, policy, "debug", "json")
     here = Path.cwd()
     flags = " ".join(command[command.index("stage") :])
     assert flags == (
         f"stage {small} --layers=0:7 --listen=127.0.0.1:7701 --threads=3 --sessions=2 --ctx=512 --batch=64 --ubatch=32"
         f" --type-k=f32 --numerics=native --flash-attn=off --tls-ca={here}/ca.pem --tls-cert={here}/a.pem"
-        f" --tls-key={here}/a.key --heartbeat=0.5 --log=debug --allow-plain --json --until-stdin-closes"
+        f" --tls-key={here}/a.key --heartbeat=0.5 --log=debug --log-format=json"
+        " --metrics=127.0.0.1:9701 --allow-plain --json --until-stdin-closes"
     )
 
 

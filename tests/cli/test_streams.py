@@ -57,6 +57,7 @@ COMMANDS: dict[str, tuple[int, Command]] = {
     "stage": (0, lambda m, f: ["stage", m, "--layers", "0:7", "--listen", "127.0.0.1:0", "--until-stdin-closes", *CONTEXT]),
     "serve": (0, lambda m, f: ["serve", "--model", m, "--listen", "127.0.0.1:0", "--until-stdin-closes", *CONTEXT]),
     "up": (2, lambda m, f: ["up", _route(f), "--model", m, "--only", "127.0.0.1:2"]),
+    "top": (1, lambda m, f: ["top", "http://127.0.0.1:1", "--once", "--every", 0.1]),
     "doctor": (1, lambda m, f: ["doctor", "--route", _route(f)]),
     "keys": (0, lambda m, f: ["keys", "127.0.0.1", "--out", f / "keys"]),
     "inspect": (0, lambda m, f: ["inspect", m]),

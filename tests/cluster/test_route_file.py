@@ -35,6 +35,7 @@ key = "/etc/dgr/client.key"
 address = "[::1]:7702"
 layers = "22:43"
 model = "slice.gguf"
+metrics = "[::1]:9702"
 """
 
 
@@ -53,6 +54,7 @@ def test_every_key_is_read_and_paths_are_relative_to_the_file(tmp_path: Path) ->
         model=tmp_path / "models/model.gguf",
         tls=(tmp_path / "keys/ca.pem", tmp_path / "keys/client.pem", Path("/etc/dgr/client.key")),
         stage_models={"[::1]:7702": tmp_path / "slice.gguf"},
+        stage_metrics={"[::1]:7702": "[::1]:9702"},
     )  # fmt: skip
     assert read_route_file(path) == expected
 

@@ -735,6 +735,22 @@ async def test_without_credit_payloads_wait_and_control_frames_do_not(autojump_c
         nursery.cancel_scope.cancel()
 
 
+async def test_the_time_that_payloads_wait_is_counted(autojump_clock: MockClock) -> None:
+    async with linked(credit=16) as pair, trio.open_nursery() as nursery:
+        nursery.start_soon(take_all, pair.left, [])
+        await pair.left.send(*boundary(1))
+        assert pair.left.statistics().seconds_waited == 0
+        for session in (2, 3):
+            nursery.start_soon(pair.left.send, *boundary(session))
+        await trio.sleep(3)
+        pair.right.grant(16)
+        await wait_all_tasks_blocked()
+        assert pair.left.statistics().seconds_waited == pytest.approx(3)
+        await trio.sleep(1)
+        nursery.cancel_scope.cancel()
+    assert pair.left.statistics().seconds_waited == pytest.approx(3 + 4)  # a wait that was given up counts
+
+
 @pytest.mark.parametrize("excess", [1, 2**40, 2**63 - 1])
 async def test_more_credit_than_was_used_breaks_the_protocol(autojump_clock: MockClock, excess: int) -> None:
     async with linked(credit=40) as pair:

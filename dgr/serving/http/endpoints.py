@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 import trio
 from attrs import define, frozen
 
+from dgr.core.log_fields import log_fields
 from dgr.core.values import SamplingParams
 from dgr.errors import DgrError
 from dgr.serving.api.errors import ApiError, ErrorShape, api_error, overlong
@@ -118,7 +119,9 @@ class Endpoint:
             await send_error(send, told, self.errors)
         finally:
             self.service.metrics.requests.labels(self.name, str(status)).inc()
-            _log.info("%s: %d after %.3f s", self.name, status, trio.current_time() - began)
+            pipeline = self.service.engine.pipeline
+            fields = log_fields(pipeline.route_id, pipeline.epoch)
+            _log.info("%s: %d after %.3f s", self.name, status, trio.current_time() - began, extra=fields)
 
     async def read(self, receive: Receive) -> bytes:
         """The request's body. Raises :class:`ApiError`, :class:`ClientLeft`."""
@@ -189,13 +192,17 @@ class GeneratingEndpoint(Endpoint):
     async def _run(self, running: Running, take: Callable[[list[Any]], Any]) -> None:
         """One answer, from the line to its last token."""
         answer, reply, metrics = running.answer, running.reply, self.service.metrics
-        began = last = trio.current_time()
+        began = first = last = trio.current_time()
         try:
             # The deadline is for the client too: one that reads slowly must not hold a slot for longer.
             with trio.CancelScope(deadline=answer.deadline) as scope:
                 async for token in answer:
                     now = trio.current_time()
-                    (metrics.first_token if answer.usage.completion == 1 else metrics.inter_token).observe(now - last)
+                    if answer.usage.completion == 1:
+                        first = now
+                        metrics.first(answer, began, now)
+                    else:
+                        metrics.inter_token.observe(now - last)
                     last = now
                     await take(reply.token(token))
                     if reply.finished:
@@ -204,7 +211,7 @@ class GeneratingEndpoint(Endpoint):
                 raise answer.time_out()
         finally:
             self.service.engine.release(answer)
-        metrics.whole.observe(trio.current_time() - began)
+        metrics.complete(answer, began, first, trio.current_time())
         await take(reply.closing(answer.finish_reason or "stop"))
 
     async def _run_all(self, running: list[Running], take: Callable[[Running, list[Any]], Any]) -> None:

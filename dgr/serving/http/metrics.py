@@ -4,16 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from dgr.serving.engine import ServingEngine
+from dgr.client.events import RE_PREFILL_REASONS
+from dgr.client.pipeline import PipelineStatistics
+from dgr.core.log_fields import short_route
+from dgr.protocol.states import RouteState
+from dgr.serving.engine import Answer, ServingEngine
 from dgr.serving.sessions import Miss
 
 __all__ = ["Metrics"]
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000, 2500)
+#: Between two tokens: on loopback with a small model to a large one over a slow network.
+_SHORT_SECONDS = (0.001, 0.0025, 0.005, *_SECONDS)
+_TOKENS = (1, 10, 100, 1000, 2500, 5000, 10_000, 25_000, 50_000, 100_000, 250_000, 500_000, 1_000_000)
 
 
 class _EngineCollector(Collector):
@@ -59,6 +66,31 @@ class _EngineCollector(Collector):
         for reason in Miss:
             misses.add_metric([reason.value], sessions.misses[reason])
         yield misses
+        yield from _route(engine.pipeline.route_id, engine.pipeline.statistics())
+
+
+def _route(route_id: bytes, seen: PipelineStatistics) -> Iterator[Metric]:
+    state = GaugeMetricFamily(
+        "dgr_route_state", "1 for the state in which the route is, 0 for others.", labels=["state"]
+    )
+    for one in RouteState:
+        state.add_metric([one.value], int(seen.state == one.value))
+    yield state
+    about = GaugeMetricFamily(
+        "dgr_route_info", "1; the beginning of the route session's id, as stages show it.", labels=["route"]
+    )
+    about.add_metric([short_route(route_id)], 1)
+    yield about
+    yield CounterMetricFamily("dgr_route_downs", "Times a stage or a link of the route was lost.", value=seen.downs)
+    again = CounterMetricFamily(
+        "dgr_re_prefills", "Sessions evaluated again from their first token, by reason.", labels=["reason"]
+    )
+    tokens = CounterMetricFamily("dgr_re_prefilled_tokens", "Tokens evaluated again, by reason.", labels=["reason"])
+    for reason in RE_PREFILL_REASONS:
+        again.add_metric([reason], seen.re_prefills.get(reason, 0))
+        tokens.add_metric([reason], seen.re_prefilled_tokens.get(reason, 0))
+    yield again
+    yield tokens
 
 
 class Metrics:
@@ -67,15 +99,40 @@ class Metrics:
     def __init__(self, engine: ServingEngine) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(_EngineCollector(engine))
+        ProcessCollector(registry=self._registry)
         self.requests = Counter(
             "dgr_requests", "Requests, by endpoint and status.", ["endpoint", "status"], registry=self._registry
         )
         self.first_token = self._histogram("dgr_time_to_first_token_seconds", "From admission to the first token.")
-        self.inter_token = self._histogram("dgr_inter_token_latency_seconds", "Between two tokens of an answer.")
+        self.inter_token = self._histogram(
+            "dgr_inter_token_latency_seconds", "Between two tokens of an answer.", _SHORT_SECONDS
+        )
+        self.queue = self._histogram("dgr_request_queue_time_seconds", "From admission to a slot.")
+        self.prefill = self._histogram("dgr_request_prefill_time_seconds", "From the slot to the first token.")
+        self.decode = self._histogram(
+            "dgr_request_decode_time_seconds", "From the first token to the end of an answer."
+        )
+        self.prompt = self._histogram("dgr_request_prompt_tokens", "Prompt tokens of an answer begun.", _TOKENS)
+        self.generation = self._histogram("dgr_request_generation_tokens", "Tokens of a complete answer.", _TOKENS)
         self.whole = self._histogram("dgr_e2e_request_latency_seconds", "From admission to the end of an answer.")
 
-    def _histogram(self, name: str, text: str) -> Histogram:
-        return Histogram(name, text, buckets=_SECONDS, registry=self._registry)
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...] = _SECONDS) -> Histogram:
+        return Histogram(name, text, buckets=buckets, registry=self._registry)
+
+    def first(self, answer: Answer, began: float, now: float) -> None:
+        """An answer has its first token."""
+        turn = max(answer.place.since, began)  # it may have come at admission, before anybody asked for a token
+        self.first_token.observe(now - began)
+        self.queue.observe(turn - began)
+        self.prefill.observe(now - turn)
+        self.prompt.observe(answer.usage.prompt)
+
+    def complete(self, answer: Answer, began: float, first: float, now: float) -> None:
+        """An answer is complete; ``first``: when its first token came."""
+        self.whole.observe(now - began)
+        if answer.usage.completion:
+            self.decode.observe(now - first)
+        self.generation.observe(answer.usage.completion)
 
     def text(self) -> bytes:
         """The exposition."""

@@ -77,7 +77,7 @@ def test_options_that_cannot_be_are_refused_with_a_model_too(
 def test_without_the_extra_it_says_what_to_install(
     refusal: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dgr.cli.serve._lacks", lambda name: name == "starlette")
+    monkeypatch.setattr("dgr.cli.options._lacks", lambda name: name == "starlette")
     assert "needs starlette: install dgr with its extra `http`" in refusal("--model", "x.gguf")
 
 

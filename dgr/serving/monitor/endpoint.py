@@ -1,0 +1,75 @@
+"""The HTTP side of a stage: ``/metrics``, ``/health``, ``/ready``, and nothing else. The links have ports of their own."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import msgspec
+import trio
+from anycorn import serve
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from dgr.serving.http.keys import App, Gate
+from dgr.serving.http.server import HttpPolicy, address_of, bind, server_config
+from dgr.serving.monitor.stage import StageMonitor
+from dgr.wire.nurseries import open_nursery
+from dgr.wire.tcp import is_loopback
+
+__all__ = ["open_endpoint"]
+
+_log = logging.getLogger("dgr.metrics")
+
+#: A scraper takes what it asked for at once, or is gone.
+_POLICY = HttpPolicy(grace=0, client_timeout=10)
+
+
+def _app(monitor: StageMonitor) -> Starlette:
+    async def metrics(_: Request) -> Response:
+        return Response(monitor.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def health(_: Request) -> Response:
+        return _json({"status": "ok"})
+
+    async def ready(_: Request) -> Response:
+        if monitor.not_ready is None:
+            return _json({"status": "ready"})
+        return _json({"status": "not ready", "reason": monitor.not_ready}, 503)
+
+    return Starlette(routes=[Route("/metrics", metrics), Route("/health", health), Route("/ready", ready)])
+
+
+def _json(content: dict[str, Any], status: int = 200) -> Response:
+    return Response(msgspec.json.encode(content), status, media_type="application/json")
+
+
+@asynccontextmanager
+async def open_endpoint(address: str, monitor: StageMonitor) -> AsyncIterator[list[str]]:
+    """Answer on ``HOST:PORT`` (port 0: any free one) for the length of the block; gives the addresses.
+
+    On loopback pages of other sites, open in a browser of this machine, are not answered. Raises
+    :class:`~dgr.errors.InputError` for an address that cannot be had.
+    """
+    sockets = bind(address, _POLICY)
+    addresses = [address_of(sock) for sock in sockets]
+    local_only = all(is_loopback(sock.getsockname()[0]) for sock in sockets)
+    app: App = Gate(_app(monitor), None, frozenset(), local_only=local_only)
+    config = server_config(sockets, _POLICY)
+    config.errorlog = _log
+    stop = trio.Event()
+
+    async def run(*, task_status: trio.TaskStatus[Any]) -> None:
+        with trio.CancelScope(shield=True):  # cancelled in mid-life it would raise: it is told to end instead
+            await serve(app, config, shutdown_trigger=stop.wait, task_status=task_status)  # type: ignore[arg-type]
+
+    async with open_nursery() as nursery:
+        await nursery.start(run)
+        try:
+            yield addresses
+        finally:
+            stop.set()
