@@ -1,7 +1,8 @@
-"""Stages whose batches take time of the mock clock: a batch of n tokens takes ``fixed + each * n`` seconds of it."""
+"""Stages whose batches take time of the mock clock: ``fixed`` seconds for each run of adjacent slots, ``each`` for a token."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -27,7 +28,8 @@ class TimedEngine(FakeEngine):
 
     def run(self, batch: Sequence[Work]) -> list[Output]:
         fixed, each = type(self).cost
-        TimedThread.owed = fixed + each * sum(len(work.tokens) for work in batch)
+        runs = 1 + sum(after.slot != before.slot + 1 for before, after in itertools.pairwise(batch))
+        TimedThread.owed = fixed * runs + each * sum(len(work.tokens) for work in batch)
         return super().run(batch)
 
 

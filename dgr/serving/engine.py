@@ -33,6 +33,7 @@ from dgr.errors import (
     Overloaded,
     PrefillFailed,
     RequestTimedOut,
+    SessionError,
 )
 from dgr.protocol.sampling import check_sampling
 from dgr.protocol.states import RouteState
@@ -158,13 +159,15 @@ class Answer:
     async def __anext__(self) -> GeneratedToken:
         """The next token.
 
-        Raises :class:`~dgr.errors.RequestTimedOut`, :class:`~dgr.errors.NotServing`; any other of dgr's errors is the
-        pipeline's own.
+        Raises :class:`~dgr.errors.RequestTimedOut`, :class:`~dgr.errors.NotServing`, and :class:`~dgr.errors.SessionError`
+        after its block; any other of dgr's errors is the pipeline's own.
         """
         if self.ended_because is not None:
             raise self.ended_because
         if self.finish_reason is not None:
             raise StopAsyncIteration
+        if self.phase is Phase.ENDED:  # its session may be another answer's by now
+            raise SessionError("the answer was left, and its slot given back; ask again")
         token: GeneratedToken | None = None
         self.scope = scope = trio.CancelScope(deadline=self.deadline)
         try:

@@ -9,19 +9,21 @@ prefill a stage between two tokens. Within a kind whoever waits longest goes fir
 group all stages but one are idle, with as many as there are sessions every step costs what a batch would. S sessions in G
 groups on a ring of K stages take, for a token each, the longer of what one stage needs for all groups and what one group
 needs for all stages; :func:`best_groups` takes the G for which that is shortest, from the measured time of a batch over
-its size. No batch is larger than a group is to be: ceil(S / G).
+its size. The groups are blocks of the range of slots: only adjacent slots share a native sub-batch, and any other pair costs
+what two batches cost.
 
 *How groups come about.* Replies to a batch come back one after another, and whoever takes the first at once splits the
-group for ever. So a batch that is not full waits for sessions that should be here soon: those that left together with one
-that is back, and those whose last time away has passed. With no such session it starts at once. Soon is a tenth of a
-step; a whole step while there are more groups than there should be, as the one merge is worth one wait.
+group for ever. So a group of which some are missing waits, for a tenth of a step at most, for those that should be here by
+then: those that left together with one that is back, and those whose last time away has passed. With no such session it
+starts at once. While more groups are under way than there should be, it waits for a step and a half: one merge is worth one
+wait. Where nobody came in time (a long way round, a client that thinks) it does not try again for a while.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Generic, Protocol, TypeVar
 
 from attrs import define, field
@@ -32,6 +34,11 @@ __all__ = ["ReadyRequest", "ReadyWork", "StepTime", "best_groups", "is_decode"]
 
 #: Of a decode step's time, how long an unfilled batch waits at most; and that in seconds.
 _PATIENCE, _MOST_PATIENCE = 0.1, 0.02
+#: Steps that a batch waits for another group to merge with; and batches for which it does not, after one wait in vain and
+#: at most: twice as many after each.
+_MERGE_STEPS, _FIRST_REST, _LAST_REST = 1.5, 8, 256
+#: How far from the shortest round another number of groups may be, for a number nearer to that of the stages.
+_NEAR = 1.04
 #: Weight of what a step took, against that of the one before it, in :class:`StepTime`.
 _OLDER = 0.98
 #: Mean times away after which a session that has not come back is not counted as decoding any more.
@@ -72,8 +79,8 @@ class StepTime:
 
 
 def best_groups(sessions: int, stages: int, seconds: Callable[[int], float]) -> int:
-    """Groups in which ``sessions`` get a token each round a ring of ``stages`` in the shortest time; at most 1 % off, the
-    most, as small groups come round sooner. ``seconds``: of a batch over its size."""
+    """Groups in which ``sessions`` get a token each round a ring of ``stages`` in the shortest time, nearly: as times are
+    not known to a per cent, a number near that of the stages is preferred. ``seconds``: of a batch over its size."""
     periods = []
     for groups in range(1, sessions + 1):
         size, larger = divmod(sessions, groups)
@@ -82,7 +89,8 @@ def best_groups(sessions: int, stages: int, seconds: Callable[[int], float]) -> 
     shortest = min(periods)
     if not shortest:
         return min(sessions, stages)  # nothing was measured yet
-    return max(groups for groups, period in enumerate(periods, 1) if period <= 1.01 * shortest)
+    good = (groups for groups, period in enumerate(periods, 1) if period <= _NEAR * shortest)
+    return min(good, key=lambda groups: abs(groups - stages))
 
 
 R = TypeVar("R", bound=ReadyRequest)
@@ -124,8 +132,14 @@ class ReadyWork(Generic[R]):
     #: Seconds a session was away, by slot.
     _last_away: dict[int, float] = field(factory=dict)
     _step_time: StepTime = field(factory=StepTime)
-    #: Since when an unfilled batch waits; NaN when none does.
+    #: Groups that there should be.
+    _groups: int = 1
+    #: Since when an unfilled batch waits; NaN when none does. And of how many steps it was then.
     _waiting_since: float = math.nan
+    _waiting_with: int = 0
+    #: Batches that still do not wait for another group, and how many it will be after the next wait in vain.
+    _rest: int = 0
+    _next_rest: int = _FIRST_REST
     #: Decode steps that go before the next batch of prefill.
     _first: int = 0
 
@@ -162,15 +176,33 @@ class ReadyWork(Generic[R]):
             self._waiting_since = math.nan
             return math.inf
         self._forget_overdue(now)
-        sessions = len(self._decode) + len(self._away)
-        groups = best_groups(sessions, max(request.ring for request in self._decode), self._step_time)
-        most = min(-(-sessions // groups), self.n_batch)
-        if len(self._decode) < most and now < (until := self._worth_waiting(now, groups)):
+        group, missing = self._next_group()
+        if missing and now < (until := self._worth_waiting(now, group, missing)):
             return until
+        self._learn_from_wait(now, group, missing)
         self._waiting_since = math.nan
-        taken = [self._decode.popleft() for _ in range(min(most, len(self._decode)))]
-        self._first -= min(self._first, len(taken))
-        return _by_slot(taken)
+        for request in group:
+            self._decode.remove(request)
+        self._first -= min(self._first, len(group))
+        return group
+
+    def _next_group(self) -> tuple[list[R], list[_Away]]:
+        """Those of a group that are ready, and those that are away: of the first that is complete, else of whoever waits
+        longest."""
+        ready = {request.work.slot: request for request in self._decode}
+        slots = ready.keys() | self._away.keys()
+        self._groups = best_groups(len(slots), max(request.ring for request in self._decode), self._step_time)
+        blocks = _blocks(slots, self._groups)
+        found: tuple[list[R], list[_Away]] | None = None
+        for slot in ready:
+            block = next(block for block in blocks if slot in block)
+            here = [ready[each] for each in block if each in ready][: self.n_batch]
+            away = [self._away[each] for each in block if each not in ready]
+            if not away:
+                return here, away
+            found = found or (here, away)
+        assert found is not None
+        return found
 
     def ran(self, batch: list[R], began: float, now: float) -> None:
         """A batch has run; what was decoded is on its way round the ring."""
@@ -190,16 +222,31 @@ class ReadyWork(Generic[R]):
             taken.append(self._prefill.popleft())
         return _by_slot(taken)
 
-    def _worth_waiting(self, now: float, groups: int) -> float:
-        """Until when a batch that is not full should wait for more; the past, if it should not."""
+    def _worth_waiting(self, now: float, group: list[R], missing: list[_Away]) -> float:
+        """Until when a group should wait for those that are missing; the past, if it should not."""
         if math.isnan(self._waiting_since):
-            self._waiting_since = now
-        step = self._step_time(len(self._decode))
-        late = min(_PATIENCE * step, _MOST_PATIENCE)
+            self._waiting_since, self._waiting_with = now, len(group)
+        late = min(_PATIENCE * self._step_time(len(group)), _MOST_PATIENCE)
+        latest = self._waiting_since + late
+        dues = [due for away in missing if now < (due := away.due()) + late and due <= latest]
+        until = min(dues, default=-math.inf) + late
         out = {id(away.group) for away in self._away.values() if math.isnan(away.group.back)}
-        latest = self._waiting_since + (step if 1 + len(out) > groups else late)
-        dues = [due for away in self._away.values() if now < (due := away.due()) + late and due <= latest]
-        return min(dues, default=-math.inf) + late
+        if len(out) >= self._groups and len(group) == self._waiting_with and not self._rest:
+            until = max(until, self._end_of_wait(group, missing))
+        return until
+
+    def _end_of_wait(self, group: list[R], missing: list[_Away]) -> float:
+        return self._waiting_since + _MERGE_STEPS * self._step_time(len(group) + len(missing))
+
+    def _learn_from_wait(self, now: float, group: list[R], missing: list[_Away]) -> None:
+        """Whether a batch that begins now has waited in vain for another group."""
+        self._rest = max(self._rest - 1, 0)
+        if math.isnan(self._waiting_since):
+            return
+        if len(group) > self._waiting_with:
+            self._next_rest = _FIRST_REST
+        elif missing and now >= self._end_of_wait(group, missing):
+            self._rest, self._next_rest = self._next_rest, min(2 * self._next_rest, _LAST_REST)
 
     def _forget_overdue(self, now: float) -> None:
         """Those that do not decode any more: their answer has ended, or their client is slow."""
@@ -208,6 +255,15 @@ class ReadyWork(Generic[R]):
             known = usual if math.isnan(away.last) else away.last
             if now - away.since > _OVERDUE * max(known, self._step_time(1)):
                 self.forget(slot)
+
+
+def _blocks(slots: Collection[int], groups: int) -> list[list[int]]:
+    """Slots by ascending blocks that do not move when one of them is left: each covers as much of the range."""
+    first, last = min(slots), max(slots)
+    found: list[list[int]] = [[] for _ in range(groups)]
+    for slot in sorted(slots):
+        found[(slot - first) * groups // (last - first + 1)].append(slot)
+    return found
 
 
 def is_decode(request: ReadyRequest) -> bool:

@@ -20,6 +20,7 @@ from dgr.errors import (
     NotServing,
     QueueFull,
     RequestTimedOut,
+    SessionError,
 )
 from dgr.serving.engine import Answer, Job, Phase, ServingEngine, ServingLimits, open_serving
 from dgr.serving.line import Line
@@ -197,6 +198,18 @@ async def test_an_answer_is_counted_when_its_slot_is_free(autojump_clock: MockCl
             with trio.fail_after(50):
                 await engine.line.wait_empty()
             assert engine.counters.cancelled == (leaves in ("cancelled", "has enough"))
+
+
+async def test_an_answer_that_was_left_draws_nothing_from_its_successors_session(autojump_clock: MockClock) -> None:
+    async with serving(sessions=1) as (engine, _):
+        async with engine.admit(Job(PROMPT, 20)) as left:
+            await anext(left)
+        async with engine.admit(Job(PROMPT, 20)) as answer:
+            first = [(await anext(answer)).id for _ in range(3)]
+            with pytest.raises(SessionError, match="was left"):
+                await anext(left)
+            tokens = first + [token.id async for token in answer]
+        assert tokens == await undisturbed_elsewhere(Job(PROMPT, 20))
 
 
 async def test_a_failed_answer_frees_its_slot_and_the_next_one_is_right(autojump_clock: MockClock) -> None:

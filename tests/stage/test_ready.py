@@ -106,7 +106,7 @@ def line(a: float, b: float) -> Callable[[int], float]:
         (3, 2, line(0.03, 0.01), 2),
         (5, 4, line(0.026, 0.016), 5),  # {2, 1, 1, 1} would leave stages idle longer than a fifth batch costs
         (5, 4, line(0.03, 0.003), 4),
-        (8, 2, line(0.0, 0.01), 8),  # size is all that costs: small groups come round sooner
+        (8, 2, line(0.0, 0.01), 2),  # size is all that costs: any number would do
         (2, 4, line(0.03, 0.01), 2),
         (1, 4, line(0.03, 0.01), 1),
         (7, 3, line(0.0, 0.0), 3),  # nothing measured yet
@@ -147,7 +147,45 @@ def test_a_ring_is_not_given_all_at_once() -> None:
     assert (first, second) == ([0, 1], [2, 3])
 
 
+def test_groups_are_of_adjacent_slots_whoever_waits_longest() -> None:
+    """Of any others upstream makes a sub-batch each."""
+    work = ready(*(decode(slot, ring=2) for slot in (3, 0, 2, 1)))
+    first, now = run(work, 0.0, 1.0)
+    second, _ = run(work, now, 1.0)
+    assert (first, second) == ([2, 3], [0, 1])
+
+
+def test_a_group_that_is_complete_does_not_wait_for_another() -> None:
+    work = ready(*(decode(slot, ring=2) for slot in range(4)))
+    _, now = run(work, 0.0, 1.0)
+    _, now = run(work, now, 1.0)
+    for slot in (0, 2, 3):
+        work.add(decode(slot, ring=2), now)
+    assert slots(work.next(now)) == [2, 3]
+
+
 # --- waits ---
+
+
+def test_a_wait_for_another_group_that_was_in_vain_is_not_tried_again_for_a_while() -> None:
+    """A long way round, or clients that think: whoever comes is alone, however long the stage waits."""
+    work, now = ready(decode(0)), 0.0
+    _, now = run(work, now, 1.0)
+    work.add(decode(1), now)
+    tried = []
+    for step in range(40):
+        found = work.next(now)
+        tried.append(isinstance(found, float))
+        if isinstance(found, float):
+            assert found == pytest.approx(now + 1.5)
+            now = found
+            found = work.next(now)
+        assert isinstance(found, list)
+        assert len(found) == 1
+        work.ran(found, now, now + 1.0)
+        now += 1.0
+        work.add(decode(step % 2), now)  # the other one comes just after this one has begun
+    assert [at for at, one in enumerate(tried) if one] == [0, 9, 26]
 
 
 def test_a_group_is_not_split_by_the_first_that_is_back() -> None:
