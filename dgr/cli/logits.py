@@ -10,11 +10,11 @@ from typing import Any, BinaryIO
 
 import trio
 
-from dgr.cli.options import add_model_arguments, context_of
+from dgr.cli.options import add_model_arguments
+from dgr.cli.pipelines import open_local
 from dgr.cli.progress import Activity, progress_bar
 from dgr.cli.streams import json_line
 from dgr.cli.summary import print_beside
-from dgr.cluster.local import open_pipeline
 from dgr.core.files.inputs import MOST_TEXT_BYTES, read_whole
 from dgr.core.files.outputs import writing
 from dgr.core.files.targets import Target, find_target
@@ -63,16 +63,7 @@ async def _logits(args: argparse.Namespace, activity: Activity | None) -> tuple[
     target = find_target(args.out)
     target.check_apart(args.model, args.tokens)
     with writing(target) as file:  # opened first: a place that cannot be written is told before the model is loaded
-        async with open_pipeline(
-            args.model,
-            args.split,
-            context=context_of(args),
-            threads=args.threads,
-            mmap=args.mmap,
-            memory_budget=args.memory,
-            chunk=args.chunk,
-            chunk_seconds=args.chunk_seconds,
-        ) as pipeline:
+        async with open_local(args) as pipeline:
             if activity is not None:
                 activity.about("prefill")
             rows = _Rows(file, 4 * pipeline.n_vocab, len(tokens), activity)

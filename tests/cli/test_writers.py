@@ -51,7 +51,7 @@ WRITERS = {
 }
 #: What costs: it must not have begun when a place is refused.
 WORK = {
-    "logits": (dgr.cli.logits, "open_pipeline"),
+    "logits": (dgr.cli.logits, "open_local"),
     "slice": (Artifact, "manifest"),
     "manifest": (Artifact, "read_manifest"),
     "plan": (dgr.cli.plan, "estimate_memory"),
