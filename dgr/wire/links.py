@@ -19,14 +19,16 @@ is it still read, because the other side may have said why it left.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import trio
 from attrs import frozen
 
 from dgr.errors import ClosedError, FrameError, LinkBroken, Overloaded
+from dgr.wire.clocks import ClockOffset, ClockQuestion
 from dgr.wire.frames import Boundary, Credit, Frame, Logits, Ping, Pong
 from dgr.wire.framing import Framer, Limits, Received, encode
 from dgr.wire.memory import DirectTransport
@@ -48,6 +50,8 @@ _WAITING = 4096
 _SILENT_BEATS = 3
 #: Nonce of a Ping that asks for a sign of life; the answer to it is nobody's business but the link's.
 _KEEPALIVE = 2**63 - 1
+#: Nonces of those that ask for the time.
+_clock_nonces = itertools.count(2**62)
 
 
 @frozen
@@ -72,6 +76,9 @@ class Link:
     def __init__(self, transport: trio.abc.Stream, limits: Limits, name: str, heartbeat: float | None) -> None:
         self.name = name
         self.limits = limits
+        #: What this side says when it is asked for the time.
+        self.clock: Callable[[], float] = trio.current_time
+        self._clock_questions: dict[int, ClockQuestion] = {}
         self._heartbeat = heartbeat
         self._transport = transport
         #: Where bytes go without a turn of the event loop for the writer. One with a heartbeat has to see each write.
@@ -122,6 +129,11 @@ class Link:
         self._outbox.credit = credit
         self._outbox.most_credit = credit or 0
         self._framer.allowance = granted
+
+    @property
+    def backlog(self) -> int:
+        """Control messages that wait to be written."""
+        return len(self._outbox.control)
 
     # --- sending ---
 
@@ -303,13 +315,31 @@ class Link:
                 self._take_credit(frame.bytes)
             case Ping():
                 if frame.nonce and self._is_open:
-                    self.send_nowait(Pong(frame.nonce))
+                    self.send_nowait(Pong(frame.nonce, self.clock()))
             case Pong() if frame.nonce == _KEEPALIVE:
                 if self._pinged is not None:
                     self._round_trip, self._pinged = trio.current_time() - self._pinged, None
+            case Pong() if (asked := self._clock_questions.pop(frame.nonce, None)) is not None:
+                asked.answer(frame.clock, self.clock())
             case _:
                 return False
         return True
+
+    async def compare_clocks(self, rounds: int = 8) -> ClockOffset:
+        """How the clock of the other side stands to this one's, from the shortest of some round trips, one after another.
+
+        Somebody must be iterating over the link. It waits for a silent peer: give it a deadline. Raises :class:`WireError`.
+        """
+        found: list[ClockOffset] = []
+        for _ in range(rounds):
+            nonce = next(_clock_nonces)
+            question = self._clock_questions[nonce] = ClockQuestion(self.clock())
+            try:
+                self.send_nowait(Ping(nonce))
+                found.append(await question.wait())
+            finally:
+                self._clock_questions.pop(nonce, None)
+        return min(found, key=lambda one: one.error)
 
     def _take_credit(self, n_bytes: int) -> None:
         outbox = self._outbox
