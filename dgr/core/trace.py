@@ -30,7 +30,7 @@ class WorkRecord(Struct, frozen=True, array_like=True, forbid_unknown_fields=Tru
     #: The native batch that it was part of began, and ended.
     began: Seconds
     ended: Seconds
-    #: The result was taken by the link to whom it is for.
+    #: The link to whom the result is for was about to be given it.
     sent: Seconds
     #: Sessions of that batch, and their tokens.
     batch_items: U32

@@ -260,7 +260,7 @@ class SessionActor:
             await self._handle(frame, payload, times)
         finally:
             if times.ended:
-                self._note(times.record(frame, trio.current_time()))
+                self._note(times.record(frame))
 
     async def _handle(self, frame: WorkFrame, payload: memoryview | None, times: StepTimes | None = None) -> None:
         if frame.seq < self._first_seq:
@@ -324,6 +324,8 @@ class SessionActor:
         else:
             self._machine.fire(SessionEvent.COMMITTED)
             self._prefix.extend(frame.tokens)
+            if times is not None:
+                times.sent = trio.current_time()
             await self._answer(frame, result)
 
     async def _answer(self, frame: WorkFrame, result: StepResult) -> None:

@@ -24,10 +24,12 @@ class StepTimes:
     began: float = 0.0
     #: Of the native batch; 0.0 when the work never was in one.
     ended: float = 0.0
+    #: Before the link was given the result; 0.0 when there is none.
+    sent: float = 0.0
     batch_items: int = 0
     batch_tokens: int = 0
 
-    def record(self, frame: Tokens | Boundary, sent: float) -> WorkRecord:
+    def record(self, frame: Tokens | Boundary) -> WorkRecord:
         assert frame.trace is not None
         return WorkRecord(
             trace=frame.trace,
@@ -40,7 +42,7 @@ class StepTimes:
             ready=self.ready,
             began=self.began,
             ended=self.ended,
-            sent=sent,
+            sent=self.sent or self.ended,
             batch_items=self.batch_items,
             batch_tokens=self.batch_tokens,
         )
