@@ -15,7 +15,7 @@ import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import trio
 from attrs import define, frozen
@@ -30,7 +30,6 @@ from dgr.wire.nurseries import open_nursery
 
 if TYPE_CHECKING:
     from dgr.client.route_client import RouteClient
-    from dgr.client.session import ClientSession
 
 __all__ = ["Phase", "RequestTrace", "StageTrace", "Trace", "TracedWork", "Tracer"]
 
@@ -69,6 +68,19 @@ class Phase:
     ended: float
 
 
+class TracedWorker(Protocol):
+    """What sends a session's work frames."""
+
+    trace: RequestTrace | None
+
+
+class TracedSession(Protocol):
+    """A session, as a trace sees it."""
+
+    @property
+    def traced(self) -> TracedWorker: ...
+
+
 class RequestTrace:
     """A request under way. Made by :meth:`Tracer.begin`."""
 
@@ -85,7 +97,7 @@ class RequestTrace:
         self.dropped: dict[str, int] = {}
 
     @contextmanager
-    def of(self, session: ClientSession) -> Iterator[None]:
+    def of(self, session: TracedSession) -> Iterator[None]:
         """What the session does in this block belongs to the request."""
         self.follow(session)
         try:
@@ -93,14 +105,14 @@ class RequestTrace:
         finally:
             self.leave(session)
 
-    def follow(self, session: ClientSession) -> None:
+    def follow(self, session: TracedSession) -> None:
         """What the session does from now on belongs to the request."""
-        session._work.trace = self
+        session.traced.trace = self
 
-    def leave(self, session: ClientSession) -> None:
+    def leave(self, session: TracedSession) -> None:
         """What the session does from now on is its own."""
-        if session._work.trace is self:
-            session._work.trace = None
+        if session.traced.trace is self:
+            session.traced.trace = None
 
     def send(self, frame: frames.Tokens, send: Callable[[frames.Tokens], PendingReply]) -> PendingReply:
         """Send a work frame, and note when its reply is here."""

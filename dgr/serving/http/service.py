@@ -19,6 +19,7 @@ from dgr.serving.api.vocabulary import ServingVocabulary
 from dgr.serving.engine import ServingEngine
 from dgr.serving.http.metrics import Metrics
 from dgr.serving.metrics.stages import SeenStage
+from dgr.serving.tracing.server import ServerTracing
 
 __all__ = ["ServerOptions", "Service"]
 
@@ -66,6 +67,8 @@ class Service:
     options: ServerOptions
     metrics: Metrics
     tokenizer: Tokenizer
+    #: None: nothing is traced.
+    tracing: ServerTracing | None = None
     #: One long text at a time: tokenising takes up to 130 bytes of memory for each of its own.
     reading: trio.Lock = field(factory=trio.Lock)
     #: Unix time at which the server began.

@@ -114,7 +114,9 @@ def _life(life: FrameLife, number: int, client: _Rows, stages: dict[str, _Rows])
     args: dict[str, Any] = {"session": work.session, "epoch": work.epoch, "seq": work.seq, "position": work.position}
     args |= {"tokens": work.tokens, "reply": work.reply or "none came"}
     name = (
-        f"position {work.position}" if work.tokens == 1 else f"positions {work.position}..{work.position + work.tokens - 1}"
+        f"position {work.position}"
+        if work.tokens == 1
+        else f"positions {work.position}..{work.position + work.tokens - 1}"
     )
     ended = work.sent if work.came is None else work.came
     ends = [(0, *client.slice(_FRAMES, name, work.sent, ended, args))]
