@@ -259,7 +259,7 @@ class SessionActor:
         try:
             await self._handle(frame, payload, times)
         finally:
-            if times.ended:
+            if times.batch_items:
                 self._note(times.record(frame))
 
     async def _handle(self, frame: WorkFrame, payload: memoryview | None, times: StepTimes | None = None) -> None:

@@ -22,10 +22,10 @@ class StepTimes:
     came: float
     ready: float = 0.0
     began: float = 0.0
-    #: Of the native batch; 0.0 when the work never was in one.
     ended: float = 0.0
-    #: Before the link was given the result; 0.0 when there is none.
-    sent: float = 0.0
+    #: Before the link was given the result; None when there is none.
+    sent: float | None = None
+    #: 0 when the work never was in a batch.
     batch_items: int = 0
     batch_tokens: int = 0
 
@@ -42,7 +42,7 @@ class StepTimes:
             ready=self.ready,
             began=self.began,
             ended=self.ended,
-            sent=self.sent or self.ended,
+            sent=self.ended if self.sent is None else self.sent,
             batch_items=self.batch_items,
             batch_tokens=self.batch_tokens,
         )

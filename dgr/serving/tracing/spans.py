@@ -8,7 +8,7 @@ the sum over a ring is exact all the same.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 
 from attrs import frozen
@@ -82,26 +82,34 @@ def lives_of(trace: Trace) -> list[FrameLife]:
         key = work.epoch, work.session, work.seq
         records = {address: by_key[key] for address, by_key in found.items() if key in by_key}
         batches = [(stage.address, records[stage.address]) for stage in trace.stages if stage.address in records]
-        lives.append(FrameLife(work, records, tuple(_spans(work, trace.stages, records)), batches))
+        lives.append(FrameLife(work, records, _spans(work, trace.stages, records), batches))
     return lives
 
 
-def _spans(work: TracedWork, stages: Sequence[StageTrace], records: Mapping[str, WorkRecord]) -> Iterator[Span]:
-    """None where anything is missing: what cannot be told apart is not told."""
-    if work.came is None or len(records) < len(stages) or any(stage.clock is None for stage in stages):
-        return
+def _spans(work: TracedWork, stages: Sequence[StageTrace], records: Mapping[str, WorkRecord]) -> list[Span]:
+    """None where anything is missing, or cannot be: what cannot be told apart is not told."""
+    if work.came is None:
+        return []
+    spans: list[Span] = []
     before = work.sent
     for stage in stages:
-        assert stage.clock is not None
-        record = records[stage.address]
+        record = records.get(stage.address)
+        if record is None or stage.clock is None:
+            return []
         readings = (record.came, record.ready, record.began, record.ended, record.sent)
         times = [stage.clock.here(reading) for reading in readings]
-        yield Span(Part.WIRE, stage.address, before, times[0])
+        slack = stage.clock.error + _DRIFT
+        if list(readings) != sorted(readings) or times[0] < work.sent - slack or times[-1] > work.came + slack:
+            return []
+        spans.append(Span(Part.WIRE, stage.address, before, times[0]))
         for part, (began, ended) in zip(_PARTS, itertools.pairwise(times), strict=True):
-            yield Span(part, stage.address, began, ended)
+            spans.append(Span(part, stage.address, began, ended))
         before = times[-1]
-    yield Span(Part.WIRE, CLIENT, before, work.came)
+    spans.append(Span(Part.WIRE, CLIENT, before, work.came))
+    return spans
 
 
+#: Seconds by which a clock may run away from another between a request and their comparison: 20 ms in 17 minutes.
+_DRIFT = 0.02
 #: Between the readings of a record.
 _PARTS = (Part.QUEUE, Part.WAIT, Part.COMPUTE, Part.RESULT)
