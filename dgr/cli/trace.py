@@ -66,12 +66,12 @@ def run(args: argparse.Namespace) -> int:
         trace = trio.run(_trace, args, prompt)
         if file is not None:
             file.write(perfetto_json(trace))
-    told = summary(trace)
+    told = {**summary(trace), "out": args.out}
     text = json_line(told) if args.json else _tables(trace, told)
     if target is None:
         print(text)
     else:
-        print_beside(target, text)
+        print_beside(target, text if args.json else f"{text}\n\n{args.out}: open it at https://ui.perfetto.dev")
     return 0
 
 

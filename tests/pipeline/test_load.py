@@ -67,7 +67,8 @@ async def test_a_stage_answers_while_it_computes(autojump_clock: MockClock, monk
         await trio.sleep(4)
         (load,) = (await offline.pipeline.load()).values()
         assert load is not None
-        assert (load.running_seconds, load.prefill.tokens.count) == (pytest.approx(4), 0)
+        assert load.running_seconds == pytest.approx(4)
+        assert load.prefill.tokens.count == 0
 
 
 async def test_who_does_not_answer_has_no_load(autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,7 @@ def attributes(span: ReadableSpan) -> dict[str, Any]:
 
 def parent_of(span: ReadableSpan) -> int:
     assert span.parent is not None
-    return span.parent.span_id
+    return int(span.parent.span_id)
 
 
 def id_of(span: ReadableSpan) -> int:
