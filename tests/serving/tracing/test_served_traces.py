@@ -40,7 +40,7 @@ def parent_of(span: ReadableSpan) -> int:
 
 def id_of(span: ReadableSpan) -> int:
     assert span.context is not None
-    return span.context.span_id
+    return int(span.context.span_id)
 
 
 def service(span: ReadableSpan) -> str:
