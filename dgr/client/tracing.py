@@ -25,7 +25,7 @@ from dgr.core.route import LayerRange, StageRef
 from dgr.core.trace import WorkRecord
 from dgr.errors import DgrError
 from dgr.wire import frames
-from dgr.wire.clocks import ClockOffset
+from dgr.wire.clocks import ClockOffset, compare_clocks
 from dgr.wire.nurseries import open_nursery
 
 if TYPE_CHECKING:
@@ -224,7 +224,7 @@ class Tracer:
         told.problem = f"no answer within {seconds:g} s"
         with trio.move_on_after(seconds):
             try:
-                told.clock = await self._client.control_link(address).compare_clocks()
+                told.clock = await compare_clocks(self._client.control_link(address))
                 more = True
                 while more:
                     more = await self._take(address, seconds)

@@ -19,7 +19,6 @@ is it still read, because the other side may have said why it left.
 from __future__ import annotations
 
 import contextlib
-import itertools
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -28,7 +27,7 @@ import trio
 from attrs import frozen
 
 from dgr.errors import ClosedError, FrameError, LinkBroken, Overloaded
-from dgr.wire.clocks import ClockOffset, ClockQuestion
+from dgr.wire.clocks import ClockQuestions
 from dgr.wire.frames import Boundary, Credit, Frame, Logits, Ping, Pong
 from dgr.wire.framing import Framer, Limits, Received, encode
 from dgr.wire.memory import DirectTransport
@@ -50,8 +49,6 @@ _WAITING = 4096
 _SILENT_BEATS = 3
 #: Nonce of a Ping that asks for a sign of life; the answer to it is nobody's business but the link's.
 _KEEPALIVE = 2**63 - 1
-#: Nonces of those that ask for the time.
-_clock_nonces = itertools.count(2**62)
 
 
 @frozen
@@ -78,7 +75,7 @@ class Link:
         self.limits = limits
         #: What this side says when it is asked for the time.
         self.clock: Callable[[], float] = trio.current_time
-        self._clock_questions: dict[int, ClockQuestion] = {}
+        self.clock_questions = ClockQuestions()
         self._heartbeat = heartbeat
         self._transport = transport
         #: Where bytes go without a turn of the event loop for the writer. One with a heartbeat has to see each write.
@@ -319,27 +316,11 @@ class Link:
             case Pong() if frame.nonce == _KEEPALIVE:
                 if self._pinged is not None:
                     self._round_trip, self._pinged = trio.current_time() - self._pinged, None
-            case Pong() if (asked := self._clock_questions.pop(frame.nonce, None)) is not None:
-                asked.answer(frame.clock, self.clock())
+            case Pong() if self.clock_questions.answer(frame.nonce, frame.clock, self.clock()):
+                pass
             case _:
                 return False
         return True
-
-    async def compare_clocks(self, rounds: int = 8) -> ClockOffset:
-        """How the clock of the other side stands to this one's, from the shortest of some round trips, one after another.
-
-        Somebody must be iterating over the link. It waits for a silent peer: give it a deadline. Raises :class:`WireError`.
-        """
-        found: list[ClockOffset] = []
-        for _ in range(rounds):
-            nonce = next(_clock_nonces)
-            question = self._clock_questions[nonce] = ClockQuestion(self.clock())
-            try:
-                self.send_nowait(Ping(nonce))
-                found.append(await question.wait())
-            finally:
-                self._clock_questions.pop(nonce, None)
-        return min(found, key=lambda one: one.error)
 
     def _take_credit(self, n_bytes: int) -> None:
         outbox = self._outbox
