@@ -167,19 +167,20 @@ class Tracer:
 
     def __init__(self, client: RouteClient) -> None:
         self._client = client
-        self._open: dict[bytes, RequestTrace] = {}
+        #: Several may be of one trace: whoever asks may ask twice in it.
+        self._open: list[RequestTrace] = []
         self._asking = trio.Lock()
 
     def begin(self, trace_id: bytes | None = None) -> RequestTrace:
         """Begin to trace a request, under an id of 16 bytes that it has already, or a new one."""
         trace = RequestTrace(secrets.token_bytes(16) if trace_id is None else trace_id)
-        self._open.setdefault(trace.id, trace)
+        self._open.append(trace)
         return trace
 
     def drop(self, trace: RequestTrace) -> None:
         """Nobody wants to know any more."""
-        if self._open.get(trace.id) is trace:
-            del self._open[trace.id]
+        if trace in self._open:
+            self._open.remove(trace)
 
     async def finish(self, trace: RequestTrace, seconds: float = 5.0) -> Trace:
         """Ask every stage of the present route what it noted of a request that has ended.
@@ -187,6 +188,7 @@ class Tracer:
         A stage that does not answer within ``seconds`` is told of with the reason, and its part is missing.
         """
         ended = trio.current_time()
+        ours = {(work.epoch, work.session, work.seq) for work in trace.works}
         try:
             stages = await self.collect(seconds)
         finally:
@@ -202,7 +204,11 @@ class Tracer:
                     address=ref.address,
                     layers=ref.layers,
                     clock=told.clock,
-                    records=tuple(trace.records.get(ref.address, ())),
+                    records=tuple(
+                        record
+                        for record in trace.records.get(ref.address, ())
+                        if (record.epoch, record.session, record.seq) in ours
+                    ),
                     dropped=trace.dropped.get(ref.address, 0),
                     problem=told.problem,
                 )
@@ -236,13 +242,10 @@ class Tracer:
         report = await self._client.ask_stage(
             address, lambda seq: frames.QueryTrace(self._client.route_id, seq), frames.TraceReport, seconds
         )
-        for trace in self._open.values():
+        for trace in self._open:
             trace.dropped[address] = trace.dropped.get(address, 0) + report.dropped
-        for record in report.records:
-            if (trace_of := self._open.get(record.trace)) is not None:
-                held = trace_of.records.setdefault(address, [])
-                if len(held) < _MOST:
-                    held.append(record)
+            held = trace.records.setdefault(address, [])
+            held += [record for record in report.records if record.trace == trace.id][: _MOST - len(held)]
         return report.more
 
 

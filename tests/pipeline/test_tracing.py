@@ -153,12 +153,12 @@ async def test_swapped_stages_would_be_seen(autojump_clock: MockClock, monkeypat
     assert any("compute" in problem for problem in problems(evolve(trace, stages=swapped)))
 
 
-async def many(pipeline: Pipeline, sessions: int = 3) -> list[Trace]:
+async def many(pipeline: Pipeline, sessions: int = 3, trace_id: bytes | None = None) -> list[Trace]:
     """Requests side by side, each traced; prompts of different lengths."""
     found: dict[int, Trace] = {}
 
     async def go(index: int) -> None:
-        trace = pipeline.tracer.begin()
+        trace = pipeline.tracer.begin(trace_id)
         async with pipeline.session() as session:
             with trace.of(session):
                 async for _ in session.generate([1 + index] * (5 + index), max_tokens=12, stop=()):
@@ -204,6 +204,18 @@ async def test_requests_side_by_side_have_each_their_own(
         assert any(record.batch_items > 1 for trace in traces for stage in trace.stages for record in stage.records)
         assert all(len(ends) == 1 for ends in shared.values())
         assert all(not shard.traces for shard in offline.cluster.shards.values())
+
+
+async def test_requests_of_one_trace_have_each_their_own_all_the_same(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An agent asks several times in one trace, at once."""
+    put_far_away(monkeypatch, FAR)
+    async with open_fake_pipeline(SPLIT, context=CONTEXT) as offline:
+        traces = await many(offline.pipeline, trace_id=bytes(range(16)))
+        assert {trace.id for trace in traces} == {bytes(range(16))}
+        assert mixed_up(traces) == []
+        assert offline.pipeline.tracer._open == []
 
 
 def _of_the_next_session(add: Callable[[TraceBuffer, bytes, WorkRecord], None]) -> Any:
@@ -328,7 +340,7 @@ async def test_a_trace_that_is_dropped_or_ended_keeps_nothing(autojump_clock: Mo
         dropped = tracer.begin()
         tracer.drop(dropped)
         await traced(offline.pipeline)
-        assert tracer._open == {}
+        assert tracer._open == []
         ours = tracer.begin(bytes(range(16)))
         assert ours.id == bytes(range(16))
         assert isinstance(ours, RequestTrace)

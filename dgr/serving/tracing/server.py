@@ -155,7 +155,7 @@ def _write(folder: Path, served: ServedTrace, trace: Trace) -> None:
     """One file for each request, named by when it came and by its trace; beyond :data:`_FILES` the oldest go."""
     came = served.offset + round(trace.began * 1e9)
     stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime(came / 1e9))
-    write_file(folder / f"trace-{stamp}.{came // 1_000_000 % 1000:03}-{served.id}.json", perfetto_json(trace))
+    write_file(folder / f"trace-{stamp}.{came // 1000 % 1_000_000:06}-{served.id}.json", perfetto_json(trace))
     for old in sorted(folder.glob("trace-*.json"))[:-_FILES]:
         old.unlink(missing_ok=True)
 

@@ -207,7 +207,7 @@ async def test_a_collector_that_fails_is_logged_and_holds_up_nobody(
         assert await chat(server) == 200
         assert await chat(server, "again") == 200
         await until(lambda: sum(words in record.getMessage() for record in caplog.records) == 2)
-        assert server.engine.pipeline.tracer._open == {}
+        assert server.engine.pipeline.tracer._open == []
 
 
 async def test_traces_that_nobody_can_write_in_time_are_dropped(
