@@ -10,7 +10,15 @@ from typing import Protocol
 import trio
 from attrs import define
 
-from dgr.client.replies import ControlReply, ControlRequest, FenceReply, PendingReplies, PendingReply
+from dgr.client.replies import (
+    ControlReply,
+    ControlRequest,
+    FenceReply,
+    PendingReplies,
+    PendingReply,
+    StageQuery,
+    StageReply,
+)
 from dgr.core.route import Route, StageRef
 from dgr.core.values import StageIdentity
 from dgr.errors import InvalidRoute, LinkBroken, WireError
@@ -114,7 +122,9 @@ class ControlLinks:
         self.replies.fail(LinkBroken(stage.lost), stage=address)
         return True
 
-    def request(self, key: FenceReply | ControlReply, frame: frames.Fence | ControlRequest) -> PendingReply:
+    def request(
+        self, key: FenceReply | ControlReply | StageReply, frame: frames.Fence | ControlRequest | StageQuery
+    ) -> PendingReply:
         """Send a request to a stage; one that cannot be sent has its error for a reply, and others are asked all the same."""
         reply = self.replies.register(key)
         stage = self.stages[key.stage]

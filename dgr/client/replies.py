@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TypeAlias
 
 import trio
@@ -28,6 +29,8 @@ __all__ = [
     "PendingReplies",
     "PendingReply",
     "ReplyKey",
+    "StageQuery",
+    "StageReply",
     "WorkReply",
     "control_error",
     "work_error",
@@ -59,16 +62,27 @@ class WorkReply:
     seq: int
 
 
+@frozen
+class StageReply:
+    """A stage's reply to a question about the stage itself."""
+
+    stage: str
+    seq: int
+
+
+#: What a pipeline asks a stage about itself.
+StageQuery: TypeAlias = frames.QueryLoad | frames.QueryTrace
+
 #: What a pipeline asks every stage about one session.
 ControlRequest: TypeAlias = frames.Open | frames.Fork | frames.Close | frames.QueryState
 
-ReplyKey: TypeAlias = FenceReply | ControlReply | WorkReply
+ReplyKey: TypeAlias = FenceReply | ControlReply | WorkReply | StageReply
 
 
 class PendingReply:
     """A place where one reply will be put; the first one counts."""
 
-    __slots__ = ("_event", "request", "value")
+    __slots__ = ("_event", "on_set", "request", "value")
 
     def __init__(self, request: frames.Frame | None = None) -> None:
         self._event = trio.Event()
@@ -76,11 +90,15 @@ class PendingReply:
         self.request = request
         #: What was put here; None as long as nothing was.
         self.value: Received | DgrError | None = None
+        #: Called as soon as something is.
+        self.on_set: Callable[[], None] | None = None
 
     def set(self, value: Received | DgrError) -> None:
         if self.value is None:
             self.value = value
             self._event.set()
+            if self.on_set is not None:
+                self.on_set()
 
     async def wait(self, seconds: float, what: str) -> Received:
         """Return the reply. Raises the error that was put here, or :class:`DeadlineExceeded` after ``seconds``."""

@@ -7,10 +7,11 @@ background but the readers of the control links and the recovery of a route that
 
 from __future__ import annotations
 
+import itertools
 import math
 import secrets
 from collections.abc import Callable
-from typing import Protocol, TypeAlias, TypeGuard
+from typing import Protocol, TypeAlias, TypeGuard, TypeVar
 
 import trio
 from attrs import field, frozen
@@ -19,7 +20,16 @@ from dgr.client.claims import check_work_reply
 from dgr.client.control_links import Connector, ControlLinks
 from dgr.client.events import Event, RouteChanged, RouteDown
 from dgr.client.pace import ChunkPace
-from dgr.client.replies import ControlReply, ControlRequest, FenceReply, PendingReply, WorkReply, control_error
+from dgr.client.replies import (
+    ControlReply,
+    ControlRequest,
+    FenceReply,
+    PendingReply,
+    StageQuery,
+    StageReply,
+    WorkReply,
+    control_error,
+)
 from dgr.core.arguments import number
 from dgr.core.route import Route
 from dgr.core.state_machine import StateMachine
@@ -33,6 +43,8 @@ from dgr.wire.links import Link
 from dgr.wire.nurseries import cancelled_first, open_nursery
 
 __all__ = ["RouteClient", "RouteMember", "SessionLimits", "Timeouts"]
+
+Report = TypeVar("Report", frames.LoadReport, frames.TraceReport)
 
 #: A reply about a session, or a refused fence.
 SessionReply: TypeAlias = (
@@ -110,6 +122,8 @@ class RouteClient:
         self.members: dict[int, RouteMember] = {}
         #: Why the last try to bring a route back failed.
         self.last_recovery_error: str | None = None
+        #: Numbers of questions about stages themselves.
+        self._queries = itertools.count()
         self._connect = connect
         self._chunk = chunk
         self._chunk_seconds = chunk_seconds
@@ -319,6 +333,8 @@ class RouteClient:
             if frame.route != self.route_id:
                 raise WireError("it says that it fenced a route session that is not this pipeline's")
             replies.resolve(FenceReply(stage, frame.epoch), received)
+        elif isinstance(frame, frames.LoadReport | frames.TraceReport):
+            replies.resolve(StageReply(stage, frame.seq), received)
         elif not isinstance(frame, SessionReply):
             raise WireError(f"{type(frame).__name__} came from stage {stage}, which may only reply")
         elif frame.key.route != self.route_id or frame.key.epoch != self.epoch:
@@ -383,6 +399,31 @@ class RouteClient:
         finally:
             for key in keys:
                 self._links.replies.discard(key)
+
+    async def ask_stage(
+        self, address: str, query: Callable[[int], StageQuery], answer: type[Report], seconds: float
+    ) -> Report:
+        """What a stage tells of itself. ``query(seq)`` makes the question.
+
+        Raises :class:`WireError`, :class:`DeadlineExceeded`, :class:`SessionLost` when the route changes meanwhile.
+        """
+        self._check_open()
+        key = StageReply(address, next(self._queries))
+        reply = self._links.request(key, query(key.seq))
+        try:
+            frame = (await reply.wait(seconds, f"{answer.__name__} from stage {address}")).frame
+        finally:
+            self._links.replies.discard(key)
+        if not isinstance(frame, answer):
+            raise WireError(f"stage {address} replied with {type(frame).__name__}, and not with {answer.__name__}")
+        return frame
+
+    def control_link(self, address: str) -> Link:
+        """The control link to a stage of the route. Raises :class:`LinkBroken` when it has ended."""
+        stage = self._links.stages[address]
+        if stage.lost is not None:
+            raise LinkBroken(stage.lost)
+        return stage.link
 
 
 def _concerns_the_route(frame: SessionReply) -> TypeGuard[frames.Refused]:
