@@ -17,6 +17,7 @@ from dgr.artifact.artifact import Artifact
 from dgr.cli.options import add_context_arguments, add_link_arguments, context_of, link_policy_of, require_extra
 from dgr.cli.progress import progress_bar, silent_bar
 from dgr.cli.streams import print_json, until_input_ends
+from dgr.cluster.certificates import CertificateSource, sources_of, watch
 from dgr.cluster.server import StageServer
 from dgr.core.route import LayerRange
 from dgr.core.units import human_bytes
@@ -88,9 +89,10 @@ async def _stage(args: argparse.Namespace) -> None:
     layers = LayerRange.parse(args.layers)
     context = context_of(args)
     # The port is taken before the weights are read: a wrong address shows at once.
-    listeners, tls = await listen(args.listen, credentials=policy.credentials, allow_plain=policy.allow_plain)
+    listeners = await listen(args.listen, credentials=policy.credentials, allow_plain=policy.allow_plain)
     async with AsyncExitStack() as stack:
-        monitor, metrics = await _open_monitor(stack, args.metrics)
+        certificates = sources_of(policy.credentials)
+        monitor, metrics = await _open_monitor(stack, args.metrics, certificates)
         engine = await trio.to_thread.run_sync(_load, args, layers)
         stack.callback(engine.stop)
         server = StageServer(policy)
@@ -98,7 +100,8 @@ async def _stage(args: argparse.Namespace) -> None:
             open_shard(engine, server.dial, name=str(layers), idle_timeout=args.ttl, min_idle=args.min_idle) as shard,
             open_nursery() as nursery,
         ):
-            await nursery.start(server.serve, shard, listeners, tls)
+            await nursery.start(server.serve, shard, listeners)
+            nursery.start_soon(watch, *certificates)
             if monitor is not None:
                 monitor.opened(shard, server)
             with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
@@ -111,14 +114,16 @@ async def _stage(args: argparse.Namespace) -> None:
     _log.info("stage %s with %d slots of %d tokens ended", layers, context.n_seq_max, context.n_ctx)
 
 
-async def _open_monitor(stack: AsyncExitStack, address: str | None) -> tuple[StageMonitor | None, list[str]]:
+async def _open_monitor(
+    stack: AsyncExitStack, address: str | None, certificates: tuple[CertificateSource, ...]
+) -> tuple[StageMonitor | None, list[str]]:
     """What ``--metrics`` asks for, until the stack ends, and where it is."""
     if address is None:
         return None, []
     from dgr.serving.monitor.endpoint import open_endpoint
     from dgr.serving.monitor.stage import StageMonitor
 
-    monitor = StageMonitor()
+    monitor = StageMonitor(certificates)
     return monitor, await stack.enter_async_context(open_endpoint(address, monitor))
 
 

@@ -11,7 +11,7 @@ from attrs import frozen
 
 from dgr.client.pipeline import Timeouts, open_pipeline_on
 from dgr.cluster.connect import LinkPolicy, RemoteConnector
-from dgr.cluster.diagnosis import next_step, own_findings, said_step
+from dgr.cluster.diagnosis import next_step, own_findings, peer_finding, said_step
 from dgr.cluster.route_file import RouteFile
 from dgr.core.route import Route, StageRef
 from dgr.core.values import StageIdentity
@@ -58,6 +58,8 @@ class StageReport:
     round_trip: float | None
     #: Client to stage, bytes a second.
     bandwidth: float | None
+    #: When its certificate ends, seconds since 1970; None without one.
+    certificate_expiry: float | None = None
 
 
 @frozen
@@ -96,7 +98,9 @@ async def examine(file: RouteFile, policy: LinkPolicy) -> RouteReport:
             found[ref.address] = Problem(f"stage {ref.address}", str(error), step)
             reports[ref.address] = StageReport(ref.address, str(ref.layers), None, None, None)
         else:
-            reports[ref.address] = StageReport(ref.address, str(ref.layers), identity, round_trip, bandwidth)
+            reports[ref.address] = StageReport(
+                ref.address, str(ref.layers), identity, round_trip, bandwidth, connect.expiries.get(ref.address)
+            )
 
     async with open_nursery() as nursery:
         for ref in file.route.stages:
@@ -111,8 +115,11 @@ async def examine(file: RouteFile, policy: LinkPolicy) -> RouteReport:
             fence_seconds = await _fence(connect, file.route)
         except DgrError as error:
             problems.append(Problem("the route as a whole", str(error), said_step(error, _ROUTE_STEPS)))
-    warnings = tuple(problem for later, problem in own if later)
-    return RouteReport(ordered, tuple(problems), fence_seconds, warnings)
+    warnings = [problem for later, problem in own if later]
+    for address, expiry in connect.expiries.items():
+        if (finding := peer_finding(address, expiry)) is not None:
+            warnings.append(Problem(f"stage {address}", finding.what, finding.next_step))
+    return RouteReport(ordered, tuple(problems), fence_seconds, tuple(warnings))
 
 
 def _compare(reports: tuple[StageReport, ...]) -> list[Problem]:

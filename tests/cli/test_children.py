@@ -26,7 +26,7 @@ from dgr.cli.up import _keep, stage_command
 from dgr.cluster.connect import LinkPolicy
 from dgr.cluster.route_file import RouteFile
 from dgr.core.route import LayerRange, Route, StageRef
-from dgr.wire.tcp import Credentials
+from dgr.wire.credentials import Credentials
 
 REF = StageRef("127.0.0.1:7701", LayerRange(0, 7))
 

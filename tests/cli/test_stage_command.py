@@ -27,7 +27,7 @@ from dgr.cli.up import stage_command
 from dgr.cluster.connect import LinkPolicy
 from dgr.cluster.route_file import read_route_file
 from dgr.core.route import LayerRange, StageRef
-from dgr.wire.tcp import Credentials
+from dgr.wire.credentials import Credentials
 
 LISTEN = ("--listen", "127.0.0.1:0")
 

@@ -20,8 +20,8 @@ from dgr.cluster.diagnosis import own_findings
 from dgr.cluster.route_file import RouteFile
 from dgr.core.route import LayerRange, Route, StageRef
 from dgr.errors import LinkBroken
+from dgr.wire.credentials import Credentials
 from dgr.wire.links import Link
-from dgr.wire.tcp import Credentials
 
 
 def file_of(route: Route) -> RouteFile:
@@ -155,6 +155,18 @@ async def test_a_certificate_that_ends_soon_is_spoken_of_and_no_problem(authorit
             assert report.problems == ()
             assert [warning.where for warning in report.warnings] == ["this host"] * spoken_of
         assert all("expires on " in warning.what for warning in report.warnings)
+
+
+async def test_a_stages_certificate_that_ends_soon_is_spoken_of_too(authority: Authority) -> None:
+    async with open_hosts(authority.policy("127.0.0.1")) as hosts:
+        soon = LinkPolicy(credentials=authority.credentials("127.0.0.1", days=SOON), handshake=HANDSHAKE)
+        head, tail = await hosts.start("0:2"), await hosts.start("2:6", policy=soon)
+        report = await doctor.examine(file_of(hosts.route([head, tail])), hosts.policy)
+        assert report.problems == ()
+        (warning,) = report.warnings
+        assert (warning.where, "no restart" in warning.next_step) == (f"stage {tail.address}", True)
+        assert f"the certificate of stage {tail.address} expires on " in warning.what
+        assert present(report.stages[1].certificate_expiry) < present(report.stages[0].certificate_expiry)
 
 
 async def test_a_certificate_of_another_ca_than_its_own_is_told(authority: Authority, tmp_path: Path) -> None:

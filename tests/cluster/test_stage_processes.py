@@ -30,7 +30,7 @@ from dgr.errors import DeadlineExceeded
 from dgr.testing.network.processes import START, Program, free_ports, is_gone, open_program, open_up, write_route
 from dgr.testing.network.proxy import open_proxies
 from dgr.testing.waits import until
-from dgr.wire.tcp import Credentials
+from dgr.wire.credentials import Credentials
 
 SPLIT = "0:2", "2:5", "5:7"
 CONTEXT: dict[str, Any] = {"n_ctx": 512, "n_batch": 32, "n_ubatch": 32}

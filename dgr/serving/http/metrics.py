@@ -10,8 +10,10 @@ from prometheus_client.registry import Collector
 
 from dgr.client.events import RE_PREFILL_REASONS
 from dgr.client.pipeline import PipelineStatistics
+from dgr.cluster.certificates import CertificateSource
 from dgr.core.log_fields import short_route
 from dgr.protocol.states import RouteState
+from dgr.serving.certificates import CertificateCollector
 from dgr.serving.engine import Answer, ServingEngine
 from dgr.serving.sessions import Miss
 
@@ -115,6 +117,10 @@ class Metrics:
         self.prompt = self._histogram("dgr_request_prompt_tokens", "Prompt tokens of an answer begun.", _TOKENS)
         self.generation = self._histogram("dgr_request_generation_tokens", "Tokens of a complete answer.", _TOKENS)
         self.whole = self._histogram("dgr_e2e_request_latency_seconds", "From admission to the end of an answer.")
+
+    def tell_of_certificates(self, sources: tuple[CertificateSource, ...]) -> None:
+        """Have those in use among the metrics."""
+        self._registry.register(CertificateCollector(sources))
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...] = _SECONDS) -> Histogram:
         return Histogram(name, text, buckets=buckets, registry=self._registry)

@@ -9,8 +9,10 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from dgr.cluster.certificates import CertificateSource
 from dgr.cluster.server import ServerStatistics, StageServer
 from dgr.core.log_fields import short_route
+from dgr.serving.certificates import CertificateCollector
 from dgr.stage.ledger import Ledger
 from dgr.stage.shard import Shard
 from dgr.stage.statistics import Distribution, SchedulerStatistics, ShardStatistics
@@ -26,12 +28,13 @@ _ENDING = "the stage is about to end"
 class StageMonitor(Collector):
     """A stage as it is seen from outside: from its start, through :meth:`opened`, to :meth:`ending`."""
 
-    def __init__(self) -> None:
+    def __init__(self, certificates: tuple[CertificateSource, ...] = ()) -> None:
         #: Why it takes no links now; None when it does.
         self.not_ready: str | None = _LOADING
         self._stage: tuple[Shard, StageServer] | None = None
         self._registry = CollectorRegistry()
         self._registry.register(self)
+        self._registry.register(CertificateCollector(certificates))
         ProcessCollector(registry=self._registry)
 
     def opened(self, shard: Shard, server: StageServer) -> None:
