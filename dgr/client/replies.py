@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TypeAlias
 
 import trio
-from attrs import frozen
+from attrs import field, frozen
 
+from dgr.core.arguments import number
 from dgr.errors import (
     CacheMissed,
     DeadlineExceeded,
@@ -16,6 +17,7 @@ from dgr.errors import (
     Overloaded,
     PeerRefused,
     SessionLost,
+    StageDraining,
     WireError,
 )
 from dgr.wire import frames
@@ -28,10 +30,23 @@ __all__ = [
     "PendingReplies",
     "PendingReply",
     "ReplyKey",
+    "Timeouts",
     "WorkReply",
     "control_error",
     "work_error",
 ]
+
+
+@frozen
+class Timeouts:
+    """Every wait of a pipeline, seconds (``math.inf``: for ever). Raises :class:`InputError` for anything else."""
+
+    #: For the reply to one chunk, from the moment it is the oldest in flight.
+    reply: float = field(default=120.0, validator=number(0))
+    #: For Opened, Closed, StateReport. A Close waits for the step that runs, so this is at least as long as ``reply``.
+    control: float = field(default=120.0, validator=number(0))
+    #: For Fenced from every stage, and for a session waiting until the route is live.
+    route: float = field(default=60.0, validator=number(0))
 
 
 @frozen
@@ -136,6 +151,8 @@ def control_error(stage: str, frame: frames.Frame) -> DgrError:
     match frame:
         case frames.Refused(code=frames.Refusal.OVERLOADED):
             return Overloaded(f"stage {stage}: {frame.message}")
+        case frames.Refused(code=frames.Refusal.DRAINING):
+            return StageDraining(f"stage {stage}: {frame.message}")
         case frames.Refused():
             return PeerRefused(f"stage {stage}: {frame.message}")
         case frames.CacheMiss():

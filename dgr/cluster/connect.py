@@ -168,6 +168,7 @@ async def open_route(
         async with open_pipeline_on(
             connector,
             file.route,
+            spares=file.spares,
             vocabulary=vocabulary,
             chunk=chunk,
             chunk_seconds=chunk_seconds,

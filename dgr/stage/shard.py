@@ -24,6 +24,7 @@ from dgr.engine.base import ShardEngine
 from dgr.engine.budget import check_budget
 from dgr.errors import LinkBroken, WireError
 from dgr.protocol.states import EpochState
+from dgr.stage.draining import DRAINING, Draining
 from dgr.stage.ledger import Lease, Ledger
 from dgr.stage.peers import close, confined, grant, say_ready
 from dgr.stage.scheduler import Scheduler
@@ -103,6 +104,7 @@ class Shard:
         self._routes: dict[bytes, EpochSupervisor] = {}
         #: Links whose stage, by its name, waits until a (route, epoch) is admitted here.
         self._awaiting: dict[tuple[bytes, int, str], Link] = {}
+        self.draining = Draining(self)
         self._nursery: trio.Nursery | None = None
         #: One connection to a next stage is made at a time for each control link: a pipeline needs no more, and cannot
         #: have this stage hold many sockets to whoever accepts and says nothing.
@@ -115,16 +117,21 @@ class Shard:
         return ShardStatistics(
             routes=len(self._routes),
             epochs={route: supervisor.epoch for route, supervisor in self._routes.items()},
-            sessions=len(self._actors()),
+            sessions=len(self.actors()),
             leased_bytes=self.ledger.leased_bytes,
             leased=self.ledger.leased(),
             evictions=self._evictions,
             unroutable_frames=self._unroutable_frames,
+            draining=self.draining.is_on,
             steps=self.scheduler.statistics(),
         )
 
-    def _actors(self) -> list[SessionActor]:
+    def actors(self) -> list[SessionActor]:
         return [actor for supervisor in self._routes.values() for actor in supervisor.sessions.values()]
+
+    def epoch_states(self) -> list[EpochState]:
+        """Of its route sessions."""
+        return [supervisor.state for supervisor in self._routes.values()]
 
     # --- the interface of supervisors ---
 
@@ -139,10 +146,10 @@ class Shard:
         while wanted():
             if (lease := self.ledger.lease(owner)) is not None:
                 return lease
-            leaving = next((actor for actor in self._actors() if actor.is_ending), None)
+            leaving = next((actor for actor in self.actors() if actor.is_ending), None)
             if leaving is None:
                 idle_since = trio.current_time() - self.min_idle
-                idle = (actor for actor in self._actors() if actor.is_idle and actor is not spared)
+                idle = (actor for actor in self.actors() if actor.is_idle and actor is not spared)
                 leaving = min(
                     (actor for actor in idle if actor.last_active <= idle_since),
                     key=lambda actor: actor.last_active,
@@ -187,6 +194,7 @@ class Shard:
             await self._serve_control(link)
 
     async def _serve_control(self, link: Link) -> None:
+        self.draining.links.add(link)
         async with open_nursery() as nursery:
             try:
                 async for received in link:
@@ -196,6 +204,7 @@ class Shard:
                 pass
             finally:
                 nursery.cancel_scope.cancel()
+                self.draining.links.discard(link)
                 for supervisor in [one for one in self._routes.values() if one.control is link]:
                     supervisor.leave()
                 await close(link)
@@ -271,6 +280,10 @@ class Shard:
         self, link: Link, frame: frames.Frame, payload: memoryview | None, nursery: trio.Nursery
     ) -> None:
         match frame:
+            case frames.Drain():
+                self.draining.take(frame, link)
+            case frames.Fence() if self.draining.is_on and frame.route not in self._routes:
+                link.send_nowait(frames.Refused(Key(frame.route, frame.epoch, 0), 0, Refusal.DRAINING, DRAINING))
             case frames.Fence():
                 supervisor = self._routes.get(frame.route) or await self._admit(frame.route, link)
                 if supervisor.control is link:

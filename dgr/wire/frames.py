@@ -32,6 +32,7 @@ __all__ = [
     "Closed",
     "Credit",
     "Denied",
+    "Drain",
     "Fence",
     "Fenced",
     "Fork",
@@ -39,6 +40,7 @@ __all__ = [
     "Hello",
     "Logits",
     "Miss",
+    "Occupancy",
     "Open",
     "Opened",
     "Ping",
@@ -59,7 +61,7 @@ __all__ = [
 ]
 
 #: Grows with every change of the union.
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 
 
 class _Message(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -134,6 +136,16 @@ class Fork(_Message, frozen=True, tag=10):
     seq: U63
     source: U63
     expect: Expectation
+
+
+class Drain(_Message, frozen=True, tag=13):
+    """Empty a stage before it is maintained (True), take that back (False), or ask alone (None). Answered with Occupancy.
+
+    A draining stage takes no new route sessions and no new sessions, and ends sessions without work for ``idle`` seconds.
+    """
+
+    draining: bool | None
+    idle: U32 = 10
 
 
 # --- stage to stage --------------------------------------------------------------------------------------------------
@@ -264,6 +276,20 @@ class StateReport(_Message, frozen=True, tag=26):
     state: StateSummary
 
 
+class Occupancy(_Message, frozen=True, tag=29):
+    """The answer to Drain; and, unasked, what every control link hears when draining begins or is taken back."""
+
+    draining: bool
+    #: Route sessions whose epoch is admitted.
+    routes: U32
+    sessions: U32
+    #: Of these, those whose first answer is yet to come: they are being prefilled.
+    prefilling: U32
+    #: For how long the native batch under way has been computed, and what the longest one took.
+    batch_running_ms: U63
+    batch_longest_ms: U63
+
+
 # --- every link ------------------------------------------------------------------------------------------------------
 
 
@@ -323,6 +349,7 @@ Frame = (
     | QueryState
     | Tokens
     | Fork
+    | Drain
     | Boundary
     | AwaitReady
     | Ready
@@ -337,6 +364,7 @@ Frame = (
     | Refused
     | WorkSkipped
     | StateReport
+    | Occupancy
     | Hello
     | Welcome
     | Denied

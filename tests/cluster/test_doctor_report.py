@@ -118,6 +118,35 @@ async def test_an_examination_leaves_what_is_at_work_alone() -> None:
             assert [type(event).__name__ for event in seen(events)] == ["Prefilled"]
 
 
+# --- several stages of the same layers ---
+
+
+async def test_a_spare_that_is_of_no_use_is_spoken_of_and_no_problem(policy: LinkPolicy) -> None:
+    async with open_hosts(policy) as hosts:
+        head, tail = await hosts.start_all(TWO)
+        gone = StageRef("127.0.0.1:9", LayerRange(2, 6))
+        file = evolve(file_of(hosts.route([head, tail])), spares=(gone,))
+        report = await doctor.examine(file, hosts.policy)
+        assert report.problems == ()
+        assert report.fence_seconds is not None
+        (warning,) = report.warnings
+        assert warning.where == f"stage {gone.address}"
+        assert f"({tail.address} owns layers 2:6 too, and is well)" in warning.what
+        assert [stage.address for stage in report.stages] == [head.address, tail.address, gone.address]
+        await tail.kill()
+        report = await doctor.examine(file, hosts.policy)
+        assert [problem.where for problem in report.problems] == [f"stage {tail.address}", f"stage {gone.address}"]
+
+
+async def test_a_spare_in_the_place_of_a_stage_that_is_down_is_fenced(policy: LinkPolicy) -> None:
+    async with open_hosts(policy) as hosts:
+        head, tail = await hosts.start_all(TWO)
+        route = Route((StageRef("127.0.0.1:9", LayerRange(0, 2)), *hosts.route([head, tail]).stages[1:]))
+        report = await doctor.examine(evolve(file_of(route), spares=hosts.route([head]).stages), hosts.policy)
+        assert (report.problems, len(report.warnings)) == ((), 1)
+        assert report.fence_seconds is not None
+
+
 # --- certificates ---
 
 PAST, FUTURE, SOON, LONG = (-10, -1), (1, 90), (-10, 5), (-10, 90)
