@@ -15,7 +15,7 @@ from dgr.errors import DeadlineExceeded, DgrError, FrameError, InvalidRoute, Lin
 from dgr.wire.credentials import Credentials, greet
 from dgr.wire.tcp import parse_address
 
-__all__ = ["Finding", "next_step", "own_findings", "peer_finding", "said_step"]
+__all__ = ["Finding", "causes", "next_step", "own_findings", "peer_finding", "said_step"]
 
 _DAY = 86_400.0
 #: Seconds to find out whether a host takes connections at all.
@@ -116,13 +116,13 @@ def _as_peers_see_it(credentials: Credentials, verifier: ssl.SSLContext) -> Mapp
     return greet(shower, verifier)
 
 
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
+def causes(error: BaseException | None) -> Iterator[BaseException]:
     """An error and what it came of; trio groups the failures of the addresses that a name has."""
     while error is not None:
         yield error
         if isinstance(error, BaseExceptionGroup):
             for one in error.exceptions:
-                yield from _causes(one)
+                yield from causes(one)
         error = error.__cause__
 
 
@@ -134,15 +134,15 @@ def said_step(error: DgrError, more: Mapping[type[DgrError], str] | None = None)
 
 async def next_step(address: str, error: DgrError, credentials: Credentials | None, *, own_is_bad: bool) -> str:
     """What to do about a link to a stage that failed. ``own_is_bad``: this host's certificate is known not to do."""
-    causes = list(_causes(error))
-    for cause in causes:
+    found = list(causes(error))
+    for cause in found:
         if isinstance(cause, ssl.SSLCertVerificationError) and cause.verify_code in _OF_PEERS:
             return _OF_PEERS[cause.verify_code]
-    if any(isinstance(cause, socket.gaierror) for cause in causes):
+    if any(isinstance(cause, socket.gaierror) for cause in found):
         return "the name is not known on this host: correct it in the route file, or in DNS"
     if not isinstance(error, LinkBroken | DeadlineExceeded):
         return said_step(error)
-    if any(isinstance(cause, ConnectionRefusedError) for cause in causes):
+    if any(isinstance(cause, ConnectionRefusedError) for cause in found):
         return "nothing listens there: start the stage there (dgr stage), and check its address"
     if not await _takes_connections(address):
         return "the host takes no connection: see whether it is up, and check address, routes and firewall"
