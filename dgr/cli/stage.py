@@ -24,7 +24,7 @@ from dgr.core.units import human_bytes
 from dgr.engine.budget import check_budget, parse_budget
 from dgr.engine.llama import LlamaEngine, estimate_memory
 from dgr.errors import InputError
-from dgr.stage.shard import MIN_IDLE, open_shard
+from dgr.stage.shard import MIN_IDLE, Shard, open_shard
 from dgr.wire.nurseries import open_nursery
 from dgr.wire.tcp import listen
 
@@ -34,6 +34,9 @@ if TYPE_CHECKING:
 __all__ = ["register", "run"]
 
 _log = logging.getLogger("dgr.stage")
+
+#: Seconds without work after which a session does not hold up the end of a stage that drains; and between two looks.
+_IDLE, _LOOK = 10, 0.1
 
 
 def register(subparsers: argparse._SubParsersAction[Any]) -> None:
@@ -64,6 +67,14 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
         metavar="HOST:PORT",
         help="answer /metrics (Prometheus), /health and /ready there over HTTP, from the start (extra `metrics`)",
     )
+    parser.add_argument(
+        "--drain",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="on a signal take nobody new, and end when no session is left, or after this long, or on a second signal"
+        " (default: 0, end at once)",
+    )
     add_context_arguments(parser)
     add_link_arguments(parser)
     parser.add_argument(
@@ -86,6 +97,8 @@ async def _stage(args: argparse.Namespace) -> None:
         raise InputError(f"--ttl is {args.ttl:g}; give the seconds after which an idle session is dropped")
     if not args.min_idle >= 0:
         raise InputError(f"--least-idle is {args.min_idle:g}; give 0 or more seconds")
+    if not 0 <= args.drain <= 86_400:
+        raise InputError(f"--drain is {args.drain:g} seconds; give 0 to 86400")
     layers = LayerRange.parse(args.layers)
     context = context_of(args)
     # The port is taken before the weights are read: a wrong address shows at once.
@@ -106,7 +119,9 @@ async def _stage(args: argparse.Namespace) -> None:
                 monitor.opened(shard, server)
             with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
                 _announce(args, listeners, engine, metrics)  # from here on a signal is an orderly end
-                await _until_told(args, signals)
+                by_signal = await _until_told(args, signals)
+                if by_signal and args.drain:
+                    await _drain(shard, args.drain, signals)
             if monitor is not None:
                 monitor.ending()
             engine.abort()  # a step under way ends early
@@ -172,11 +187,31 @@ def _announce(
         )
 
 
-async def _until_told(args: argparse.Namespace, signals: AsyncIterator[int]) -> None:
-    """Wait for a signal, or for the end of standard input."""
+async def _until_told(args: argparse.Namespace, signals: AsyncIterator[int]) -> bool:
+    """Wait for a signal, or for the end of standard input; whether it was a signal."""
+    by_signal = False
     async with open_nursery() as nursery:
         if args.until_stdin_closes:
             nursery.start_soon(until_input_ends, nursery.cancel_scope.cancel)
         async for _ in signals:
+            by_signal = True
             break
         nursery.cancel_scope.cancel()
+    return by_signal
+
+
+async def _drain(shard: Shard, seconds: float, signals: AsyncIterator[int]) -> None:
+    """Take nobody new, and wait until no session is left, for ``seconds``, or for another signal."""
+    shard.draining.begin(_IDLE)
+    with trio.move_on_after(seconds):
+        async with open_nursery() as nursery:
+
+            async def empty() -> None:
+                while shard.statistics().sessions:  # noqa: ASYNC110
+                    await trio.sleep(_LOOK)
+                nursery.cancel_scope.cancel()
+
+            nursery.start_soon(empty)
+            async for _ in signals:
+                break
+            nursery.cancel_scope.cancel()

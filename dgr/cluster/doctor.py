@@ -15,7 +15,7 @@ from dgr.cluster.diagnosis import next_step, own_findings, peer_finding, said_st
 from dgr.cluster.route_file import RouteFile
 from dgr.core.route import Route, StageRef
 from dgr.core.values import StageIdentity
-from dgr.errors import DeadlineExceeded, DgrError, InvalidRoute, LinkBroken, PeerRefused, WireError
+from dgr.errors import DeadlineExceeded, DgrError, InvalidRoute, LinkBroken, PeerRefused, StageDraining, WireError
 from dgr.protocol.identity import check_alike, check_neighbours
 from dgr.wire import frames
 from dgr.wire.links import Link
@@ -31,6 +31,7 @@ _FILL_STEP = 60_000
 _MEASURE = 60.0
 #: What to do about an error met when every stage was well and the route as a whole was not.
 _ROUTE_STEPS: Mapping[type[DgrError], str] = {
+    StageDraining: "it is being maintained: wait for its restart, or have it take sessions again (dgr drain HOST:PORT --undo)",
     PeerRefused: "each stage must reach the next one at the address in the route file: check firewall, names and"
     " certificates between their hosts",
     LinkBroken: "a stage ended, or ended its link, while the route was being fenced: look at its log",
