@@ -200,7 +200,9 @@ class RouteClient:
         candidates = Candidates(route, spares)
         while True:
             try:
-                await self._change(candidates, lambda: True)
+                await self._change(
+                    candidates, lambda: self._candidates is not candidates or self.state is not RouteState.LIVE
+                )
             except (WireError, InvalidRoute) as error:
                 self._check_open()
                 if not candidates.has_spares:
