@@ -20,6 +20,8 @@ __all__ = ["Candidates"]
 #: Seconds for which something that failed is left alone: at first, and at most.
 _FIRST_REST = 1.0
 _LAST_REST = 60.0
+#: As if one were to be left alone for longer than anything that failed.
+_AVOIDED = 1e6
 
 
 @frozen
@@ -54,6 +56,8 @@ class Candidates:
                 raise InvalidRoute(f"stage {ref.address} is named twice; a stage has one place")
             seen.add(ref.address)
         self._ranges = [[one, *(ref for ref in spares if ref.layers == one.layers)] for one in route.stages]
+        #: Addresses of stages that wish to be left: taken only where there is nobody else.
+        self.avoided: set[str] = set()
         #: By (address,), or by (address, next address) for the way between two.
         self._troubles: dict[tuple[str, ...], _Trouble] = {}
 
@@ -102,17 +106,23 @@ class Candidates:
 
     def _left(self, now: float, *what: str) -> float:
         trouble = self._troubles.get(what)
-        return 0.0 if trouble is None else max(0.0, trouble.until - now)
+        rest = 0.0 if trouble is None else max(0.0, trouble.until - now)
+        return rest + _AVOIDED if len(what) == 1 and what[0] in self.avoided else rest
 
     def error(self) -> NoCandidate:
         """That none is to be had, naming the candidates of each range that has none, and what each of them failed with."""
         said = []
         for refs in self._ranges:
-            troubles = [self._troubles.get((ref.address,)) for ref in refs]
-            if all(trouble is not None for trouble in troubles):
-                each = [f"{ref.address}: {one.why}" for ref, one in zip(refs, troubles, strict=True) if one is not None]
+            why = [self._why(ref.address) for ref in refs]
+            if all(why):
+                each = [f"{ref.address}: {one}" for ref, one in zip(refs, why, strict=True)]
                 said.append(f"no stage of layers {refs[0].layers} can be had ({'; '.join(each)})")
         if not said:
             ways = [f"{' -> '.join(what)}: {one.why}" for what, one in self._troubles.items()]
             said = [f"no stages reach each other ({'; '.join(ways)})"]
         return NoCandidate(f"{', and '.join(said)}; start one of them, or name another in the route file")
+
+    def _why(self, address: str) -> str:
+        if (trouble := self._troubles.get((address,))) is not None:
+            return trouble.why
+        return "it is being drained" if address in self.avoided else ""

@@ -50,6 +50,8 @@ SessionReply: TypeAlias = (
 #: Seconds between two tries to bring a route back: at first, and at most.
 _FIRST_PAUSE = 0.05
 _LAST_PAUSE = 0.5
+#: Seconds between two tries to leave a stage that is being drained, at most.
+_LEAVING_PAUSE = 10.0
 
 
 class RouteMember(Protocol):
@@ -251,6 +253,8 @@ class RouteClient:
             self._machine.fire(RouteEvent.FENCED)
             candidates.serves(route)
             self._live.set()
+            if self._draining:  # one said so while it was being fenced
+                self._attention.set()
             self.emit(
                 RouteChanged(
                     self.epoch,
@@ -275,7 +279,8 @@ class RouteClient:
         """Whenever the route is down, fence it anew, on other candidates where there are any, until its stages reply or
         another route is set; leave stages that are about to be maintained where others can take their places."""
         while True:
-            await self._attention.wait()
+            with trio.move_on_after(self._patience):
+                await self._attention.wait()
             self._attention = trio.Event()
             pause = _FIRST_PAUSE
             while self.state is RouteState.DOWN and (candidates := self._candidates) is not None:
@@ -293,26 +298,31 @@ class RouteClient:
 
     async def _leave_draining(self) -> None:
         """Move to candidates that stay, if there are any; else the answers under way end where they are."""
-        for address in self._draining:
-            assert self._candidates is not None
-            self._candidates.fail(address, now=trio.current_time(), why="it is being drained")
+        candidates = self._candidates
+        if candidates is None:
+            return
 
         def better() -> bool:
-            return (
-                self.state is RouteState.LIVE
-                and bool(self._draining & self._links.stages.keys())
-                and self._candidates is not None
-                and self._candidates.choose(trio.current_time()) != self._route
-            )
+            candidates.avoided = self._draining
+            is_held = bool(self._draining) and self.state is RouteState.LIVE and self._candidates is candidates
+            return is_held and candidates.choose(trio.current_time()) != self._route
 
-        while better():
-            assert self._candidates is not None
+        first = True
+        while better() and (first or not candidates.rest(trio.current_time())):
+            first = False
             try:
-                await self._change(self._candidates, better)
+                await self._change(candidates, better)
             except DgrError as error:
                 self.last_recovery_error = str(error)  # that one has failed too; down, the route is brought back
         if self.state is RouteState.LIVE:
             self._live.set()
+
+    @property
+    def _patience(self) -> float:
+        """Seconds until another try to leave a stage that wishes it."""
+        if not self._draining or self._candidates is None or not self._candidates.has_spares:
+            return math.inf
+        return min(max(self._candidates.rest(trio.current_time()), _LAST_PAUSE), _LEAVING_PAUSE)
 
     # --- frames from the stages ---
 
@@ -364,6 +374,7 @@ class RouteClient:
 
     def _on_loss(self, address: str, why: str) -> None:
         """A control link ended."""
+        self._draining.discard(address)  # whoever comes back in its place has not said so
         if self.state is RouteState.LIVE:
             self._go_down(why, address)
 

@@ -54,6 +54,18 @@ def test_a_way_between_two_that_failed_leaves_both_in_use_with_others() -> None:
     assert (chosen(candidates, 0.6), candidates.rest(0.6)) == ("a2 b c", 0)
 
 
+def test_who_wishes_to_be_left_is_taken_where_there_is_nobody_else() -> None:
+    candidates = Candidates(ROUTE, SPARES)
+    candidates.avoided = {"a", "b2"}
+    candidates.fail("b", now=0, why="gone")
+    assert chosen(candidates, 0.1) == "a2 b3 c"
+    candidates.avoided = {"a", "a2"}
+    assert chosen(candidates, 0.1) == "a b2 c"
+    assert "(a: it is being drained; a2: it is being drained)" in str(candidates.error())
+    candidates.avoided = set()
+    assert (chosen(candidates, 2), candidates.rest(2)) == ("a b c", 0)
+
+
 def test_when_all_failed_the_one_that_rested_most_is_next() -> None:
     candidates = Candidates(Route((ref("a"),)), (ref("a2"), ref("a3")))
     for now, address in enumerate(("a2", "a3", "a")):

@@ -222,6 +222,27 @@ async def test_a_spare_that_cannot_be_had_keeps_the_route_where_it_is(autojump_c
         assert (addresses(pipeline), pipeline.epoch) == (["0:2", "2:6"], 1)
 
 
+async def test_a_stage_may_be_drained_again_after_it_was_started_again(autojump_clock: trio.testing.MockClock) -> None:
+    async with (
+        open_stages(TWO, f"0:2,{SPARE_TAIL}") as stages,
+        spared(stages, SPARE_TAIL) as pipeline,
+        pipeline.session() as session,
+    ):
+        stages.cluster.stop(SPARE_TAIL)
+        answer = session.generate(PROMPT, max_tokens=16)
+        text = await take(answer, 3)
+        await drain(stages, "2:6", idle=60)
+        stages.cluster.stop("2:6")
+        await stages.start("2:6")
+        text += await take(answer, 3)
+        assert addresses(pipeline) == ["0:2", "2:6"]
+        await stages.start(SPARE_TAIL)
+        await drain(stages, "2:6", idle=60)
+        text += await take(answer)
+        assert text == reference(PROMPT, 16)
+        assert addresses(pipeline) == ["0:2", SPARE_TAIL]
+
+
 async def test_many_sessions_move_with_their_texts_and_the_mutant_that_skips_the_re_prefill_is_seen(
     autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
