@@ -10,14 +10,13 @@ from prometheus_client.registry import Collector
 
 from dgr.client.events import RE_PREFILL_REASONS
 from dgr.client.pipeline import PipelineStatistics
-from dgr.cluster.certificates import CertificateSource
+from dgr.cluster.certificates import CertificateSource, report_of
 from dgr.core.log_fields import short_route
 from dgr.protocol.states import RouteState
-from dgr.serving.certificates import CertificateCollector
 from dgr.serving.engine import Answer, ServingEngine
 from dgr.serving.sessions import Miss
 
-__all__ = ["Metrics"]
+__all__ = ["CertificateCollector", "Metrics"]
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000, 2500)
 #: Between two tokens: on loopback with a small model to a large one over a slow network.
@@ -93,6 +92,28 @@ def _route(route_id: bytes, seen: PipelineStatistics) -> Iterator[Metric]:
         tokens.add_metric([reason], seen.re_prefilled_tokens.get(reason, 0))
     yield again
     yield tokens
+
+
+class CertificateCollector(Collector):
+    """Reads the files when it is asked; tells nothing where there are no certificates."""
+
+    def __init__(self, sources: tuple[CertificateSource, ...]) -> None:
+        self._sources = sources
+
+    def collect(self) -> Iterator[Metric]:
+        if not self._sources:
+            return
+        report = report_of(self._sources)
+        ends = GaugeMetricFamily(
+            "dgr_certificate_expiry_timestamp_seconds",
+            "When a certificate in use ends, seconds since 1970.",
+            labels=["certificate"],
+        )
+        for name, end in report.expiries.items():
+            ends.add_metric([name], end)
+        yield ends
+        text = "1 while newer files of certificates cannot be used; those before them are."
+        yield GaugeMetricFamily("dgr_certificate_reload_failed", text, value=int(bool(report.problems)))
 
 
 class Metrics:

@@ -12,7 +12,7 @@ from prometheus_client.registry import Collector
 from dgr.cluster.certificates import CertificateSource
 from dgr.cluster.server import ServerStatistics, StageServer
 from dgr.core.log_fields import short_route
-from dgr.serving.certificates import CertificateCollector
+from dgr.serving.http.metrics import CertificateCollector
 from dgr.stage.ledger import Ledger
 from dgr.stage.shard import Shard
 from dgr.stage.statistics import Distribution, SchedulerStatistics, ShardStatistics
