@@ -21,6 +21,7 @@ from dgr.cli import (
     slices,
     stage,
     top,
+    trace,
     up,
 )
 from dgr.cli.exit_codes import run_command
@@ -63,6 +64,7 @@ def _parser() -> argparse.ArgumentParser:
         up,
         drain,
         top,
+        trace,
         doctor,
         keys,
         inspect,

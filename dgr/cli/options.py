@@ -150,4 +150,7 @@ def require_extra(what: str, extra: str, modules: Sequence[str]) -> None:
 
 
 def _lacks(name: str) -> bool:
-    return importlib.util.find_spec(name) is None
+    try:
+        return importlib.util.find_spec(name) is None
+    except ModuleNotFoundError:  # nor is there a package that it could be in
+        return True

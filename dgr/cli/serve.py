@@ -27,6 +27,7 @@ from dgr.engine.vocab import LlamaVocabulary
 from dgr.errors import InputError
 from dgr.serving.api.vocabulary import ServingVocabulary
 from dgr.serving.engine import ServingLimits, open_serving
+from dgr.serving.tracing.server import ServerTracing, check_folder, open_tracing
 from dgr.stage.shard import Shard
 from dgr.wire.credentials import Credentials
 from dgr.wire.nurseries import open_nursery
@@ -78,6 +79,21 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
         help="without API keys: listen beyond loopback, and answer pages of other sites",
     )
     parser.add_argument("--open-metrics", action="store_true", help="/metrics needs no key")
+    parser.add_argument(
+        "--stage-metrics",
+        action="store_true",
+        help="with --route: /metrics tells of its stages too, each with the label `stage`; of stages in this process it does",
+    )
+    parser.add_argument(
+        "--trace-dir",
+        metavar="DIR",
+        help="a trace of every request for ui.perfetto.dev, as a file; the last 1000 are kept",
+    )
+    parser.add_argument(
+        "--otel",
+        action="store_true",
+        help="a trace of every request to an OpenTelemetry collector, as OTEL_* of the environment say (extra `otel`)",
+    )
     parser.add_argument("--https-cert", metavar="PEM", help="certificate of the HTTP server")
     parser.add_argument("--https-key", metavar="PEM", help="key of the HTTP server")
     parser.add_argument(
@@ -139,6 +155,10 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     require_extra("dgr serve", "http", ("anycorn", "deepseek_recipe", "prometheus_client", "starlette"))
+    if args.otel:
+        require_extra("dgr serve --otel", "otel", ("opentelemetry.exporter.otlp.proto.http", "opentelemetry.sdk"))
+    if args.trace_dir is not None:
+        check_folder(Path(args.trace_dir))
     trio.run(_serve, args)
     return 0
 
@@ -176,6 +196,7 @@ async def _serve(args: argparse.Namespace) -> None:
             words = ServingVocabulary.of_model(vocabulary, artifact)
             service = await trio.to_thread.run_sync(Service.of, engine, words, options)
             service.metrics.tell_of_certificates(certificates)
+            service.tracing = await _tracing(args, stack, pipeline)
             local_only = keys is None and not args.allow_anyone
             app = make_app(service, keys, open_metrics=args.open_metrics, local_only=local_only)
             stop = trio.Event()
@@ -191,6 +212,19 @@ async def _serve(args: argparse.Namespace) -> None:
     finally:
         for sock in sockets:
             sock.close()
+
+
+async def _tracing(args: argparse.Namespace, stack: AsyncExitStack, pipeline: Pipeline) -> ServerTracing | None:
+    """What traces requests, if any flag says so."""
+    if args.trace_dir is None and not args.otel:
+        return None
+    spans = None
+    if args.otel:
+        from dgr.serving.tracing.otel import OtelSpans, otlp_exporter
+
+        spans = OtelSpans(await trio.to_thread.run_sync(otlp_exporter))
+    folder = None if args.trace_dir is None else Path(args.trace_dir)
+    return await stack.enter_async_context(open_tracing(pipeline, folder, spans))
 
 
 async def _serve_until_end(
@@ -231,6 +265,7 @@ def _options(args: argparse.Namespace, artifact: Artifact) -> ServerOptions:
         ladder=Ladder(ladder),
         max_body=args.max_body,
         keep_alive=args.keep_alive or math.inf,
+        stage_metrics=args.stage_metrics or args.route is None,
     )
 
 

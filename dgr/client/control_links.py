@@ -10,7 +10,16 @@ from typing import Protocol
 import trio
 from attrs import define
 
-from dgr.client.replies import ControlReply, ControlRequest, FenceReply, PendingReplies, PendingReply, control_error
+from dgr.client.replies import (
+    ControlReply,
+    ControlRequest,
+    FenceReply,
+    PendingReplies,
+    PendingReply,
+    StageQuery,
+    StageReply,
+    control_error,
+)
 from dgr.core.route import Route, StageRef
 from dgr.core.values import StageIdentity
 from dgr.errors import DgrError, InvalidRoute, LinkBroken, WireError
@@ -20,7 +29,7 @@ from dgr.wire.framing import Received
 from dgr.wire.links import Link
 from dgr.wire.nurseries import open_nursery
 
-__all__ = ["Connector", "ControlLink", "ControlLinks"]
+__all__ = ["Connector", "ControlLink", "ControlLinks", "blamed"]
 
 
 class FaultHandler(Protocol):
@@ -166,7 +175,9 @@ class ControlLinks:
         self.replies.fail(LinkBroken(stage.lost), stage=address)
         return True
 
-    def request(self, key: FenceReply | ControlReply, frame: frames.Fence | ControlRequest) -> PendingReply:
+    def request(
+        self, key: FenceReply | ControlReply | StageReply, frame: frames.Fence | ControlRequest | StageQuery
+    ) -> PendingReply:
         """Send a request to a stage; one that cannot be sent has its error for a reply, and others are asked all the same."""
         reply = self.replies.register(key)
         stage = self.stages[key.stage]
@@ -177,6 +188,13 @@ class ControlLinks:
         except WireError as error:
             self.replies.resolve(key, error)
         return reply
+
+
+def blamed(route: Route, stage: str, frame: frames.Refused) -> tuple[str, ...]:
+    """What failed where a stage says that the route is lost: itself, or the way from it to the next one."""
+    if frame.code is not frames.Refusal.SUCCESSOR:
+        return (stage,)
+    return stage, route.successor([ref.address for ref in route.stages].index(stage))
 
 
 def _check_fit(

@@ -20,11 +20,15 @@ from dgr.client.generation import Vocabulary
 from dgr.client.pace import CHUNK_SECONDS
 from dgr.client.route_client import RouteClient, Timeouts
 from dgr.client.session import ClientSession
+from dgr.client.tracing import Tracer
 from dgr.core.arguments import check_instance, check_number, check_whole
+from dgr.core.load import StageLoad
 from dgr.core.route import LayerRange, Route, StageRef
 from dgr.core.values import ContextParams, StageIdentity
+from dgr.errors import ClosedError, SessionLost, WireError
 from dgr.protocol.limits import INBOX
 from dgr.protocol.states import RouteState
+from dgr.wire import frames
 from dgr.wire.nurseries import cancelled_first, open_nursery
 
 __all__ = ["Connector", "Pipeline", "PipelineStatistics", "StageStatus", "Timeouts", "Vocabulary", "open_pipeline_on"]
@@ -67,6 +71,8 @@ class Pipeline:
         self._client = client
         self._hub = hub
         self._retries = retries
+        #: Where the time of single requests goes.
+        self.tracer = Tracer(client)
         self._sessions: dict[int, ClientSession] = {}
         self._next_session = 1
 
@@ -140,6 +146,29 @@ class Pipeline:
             re_prefills=dict(self._hub.re_prefills),
             re_prefilled_tokens=dict(self._hub.re_prefilled_tokens),
         )
+
+    async def load(self, seconds: float = 5.0) -> Mapping[str, StageLoad | None]:
+        """Ask every stage of the present route how much it has to do: address -> its load, head first.
+
+        None for a stage that is lost, or has not answered within ``seconds``. A stage answers while it computes. Raises
+        :class:`~dgr.errors.ClosedError`.
+        """
+        check_number("seconds", seconds, 0)
+        if self.state is RouteState.CLOSED:
+            raise ClosedError("the pipeline is closed; open another one")
+        loads: dict[str, StageLoad | None] = {ref.address: None for ref in self.route.stages}
+
+        async def ask(address: str) -> None:
+            try:
+                report = await self._client.ask_stage(address, frames.QueryLoad, frames.LoadReport, seconds)
+            except (WireError, SessionLost):
+                return  # it stays without one
+            loads[address] = report.load
+
+        async with open_nursery() as nursery:
+            for address in loads:
+                nursery.start_soon(ask, address)
+        return loads
 
     def events(self) -> trio.MemoryReceiveChannel[Event]:
         """Subscribe to everything that happens from now on; iterate over the channel."""

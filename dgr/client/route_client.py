@@ -7,24 +7,37 @@ background but the readers of the control links and the recovery of a route that
 
 from __future__ import annotations
 
+import itertools
 import math
 import secrets
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeAlias, TypeGuard
+from typing import Protocol, TypeVar
 
 import trio
 
 from dgr.client.candidates import Candidates
 from dgr.client.claims import check_work_reply
-from dgr.client.control_links import Connector, ControlLinks
+from dgr.client.control_links import Connector, ControlLinks, blamed
 from dgr.client.events import Event, RouteChanged, RouteDown
 from dgr.client.pace import ChunkPace, SessionLimits
-from dgr.client.replies import ControlReply, ControlRequest, FenceReply, PendingReply, Timeouts, WorkReply
+from dgr.client.replies import (
+    ControlReply,
+    ControlRequest,
+    FenceReply,
+    PendingReply,
+    SessionReply,
+    StageQuery,
+    StageReply,
+    Timeouts,
+    WorkReply,
+    concerns_the_route,
+    is_draining,
+)
 from dgr.core.route import Route, StageRef
 from dgr.core.state_machine import StateMachine
 from dgr.core.values import Key, Numerics, StageIdentity
 from dgr.engine.base import FORK
-from dgr.errors import ClosedError, DeadlineExceeded, DgrError, InvalidRoute, SessionLost, WireError
+from dgr.errors import ClosedError, DeadlineExceeded, DgrError, InvalidRoute, LinkBroken, SessionLost, WireError
 from dgr.protocol.states import ROUTE, RouteEvent, RouteState
 from dgr.wire import frames
 from dgr.wire.framing import Received
@@ -33,19 +46,7 @@ from dgr.wire.nurseries import cancelled_first, open_nursery
 
 __all__ = ["RouteClient", "RouteMember", "SessionLimits", "Timeouts"]
 
-#: A reply about a session, or a refused fence.
-SessionReply: TypeAlias = (
-    frames.Opened
-    | frames.Closed
-    | frames.Advanced
-    | frames.Token
-    | frames.Logits
-    | frames.CacheMiss
-    | frames.StaleEpoch
-    | frames.Refused
-    | frames.WorkSkipped
-    | frames.StateReport
-)
+Report = TypeVar("Report", frames.LoadReport, frames.TraceReport)
 
 #: Seconds between two tries to bring a route back: at first, and at most.
 _FIRST_PAUSE = 0.05
@@ -84,6 +85,8 @@ class RouteClient:
         self.members: dict[int, RouteMember] = {}
         #: Why the last try to bring a route back failed.
         self.last_recovery_error: str | None = None
+        #: Numbers of questions about stages themselves.
+        self._queries = itertools.count()
         self._connect = connect
         self._chunk = chunk
         self._chunk_seconds = chunk_seconds
@@ -334,12 +337,14 @@ class RouteClient:
             replies.resolve(FenceReply(stage, frame.epoch), received)
         elif isinstance(frame, frames.Occupancy):
             self._on_occupancy(stage, frame)
+        elif isinstance(frame, frames.LoadReport | frames.TraceReport):
+            replies.resolve(StageReply(stage, frame.seq), received)
         elif not isinstance(frame, SessionReply):
             raise WireError(f"{type(frame).__name__} came from stage {stage}, which may only reply")
         elif frame.key.route != self.route_id or frame.key.epoch != self.epoch:
             return  # a reply to an epoch that is over
-        elif _concerns_the_route(frame) and self.state is RouteState.LIVE:
-            self._go_down(f"stage {stage}: {frame.message}", *self._blamed(stage, frame))
+        elif concerns_the_route(frame) and self.state is RouteState.LIVE:
+            self._go_down(f"stage {stage}: {frame.message}", *blamed(self.route, stage, frame))
         elif not frame.key.session:
             replies.resolve(FenceReply(stage, frame.key.epoch), received)
         elif not replies.resolve(ControlReply(stage, frame.key.session, frame.seq), received):
@@ -364,13 +369,6 @@ class RouteClient:
                 pending.request, received.frame, is_head=is_head, is_tail=is_tail, n_vocab=self.limits.n_vocab
             )
             self._links.replies.resolve(key, received)
-
-    def _blamed(self, stage: str, frame: frames.Refused) -> tuple[str, ...]:
-        """The stage that says it failed, or the way from it to the next one."""
-        if frame.code is not frames.Refusal.SUCCESSOR:
-            return (stage,)
-        stages = [ref.address for ref in self.route.stages]
-        return (stage, self.route.successor(stages.index(stage)))
 
     def _on_loss(self, address: str, why: str) -> None:
         """A control link ended."""
@@ -416,15 +414,31 @@ class RouteClient:
         finally:
             for key in keys:
                 self._links.replies.discard(key)
-        if self._candidates is not None and self._candidates.has_spares and any(_is_draining(one) for _, one in found):
+        if self._candidates is not None and self._candidates.has_spares and any(is_draining(one) for _, one in found):
             raise SessionLost("a stage is being drained")  # it was told before: the route is about to leave it
         return found
 
+    async def ask_stage(
+        self, address: str, query: Callable[[int], StageQuery], answer: type[Report], seconds: float
+    ) -> Report:
+        """What a stage tells of itself. ``query(seq)`` makes the question.
 
-def _is_draining(frame: frames.Frame) -> bool:
-    return isinstance(frame, frames.Refused) and frame.code is frames.Refusal.DRAINING
+        Raises :class:`WireError`, :class:`DeadlineExceeded`, :class:`SessionLost` when the route changes meanwhile.
+        """
+        self._check_open()
+        key = StageReply(address, next(self._queries))
+        reply = self._links.request(key, query(key.seq))
+        try:
+            frame = (await reply.wait(seconds, f"{answer.__name__} from stage {address}")).frame
+        finally:
+            self._links.replies.discard(key)
+        if not isinstance(frame, answer):
+            raise WireError(f"stage {address} replied with {type(frame).__name__}, and not with {answer.__name__}")
+        return frame
 
-
-def _concerns_the_route(frame: SessionReply) -> TypeGuard[frames.Refused]:
-    """Whether a stage says that it lost the next one, or all that it held of the route session."""
-    return isinstance(frame, frames.Refused) and (frame.code is frames.Refusal.SUCCESSOR or not frame.key.session)
+    def control_link(self, address: str) -> Link:
+        """The control link to a stage of the route. Raises :class:`LinkBroken` when it has ended."""
+        stage = self._links.stages[address]
+        if stage.lost is not None:
+            raise LinkBroken(stage.lost)
+        return stage.link

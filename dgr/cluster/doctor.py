@@ -175,7 +175,7 @@ async def _ping(link: Link, nonce: int) -> float:
     began = trio.current_time()
     link.send_nowait(frames.Ping(nonce))
     async for received in link:
-        if received.frame == frames.Pong(nonce):
+        if isinstance(received.frame, frames.Pong) and received.frame.nonce == nonce:
             return trio.current_time() - began
         raise WireError(f"{type(received.frame).__name__} came instead of Pong")
     raise LinkBroken("the stage closed the link while it was being measured")

@@ -11,8 +11,8 @@ import trio
 from attrs import frozen
 
 from dgr.cluster.connect import LinkPolicy, arriving_limits, first_frame, open_greeted
-from dgr.cluster.traffic import Side, Traffic
 from dgr.cluster.visitors import VisitorLog, says_something
+from dgr.core.load import Side
 from dgr.errors import DgrError, FrameError, InputError, InvalidRoute, Overloaded
 from dgr.protocol.identity import check_alike, check_neighbours, check_wants
 from dgr.protocol.limits import limits_of
@@ -60,7 +60,6 @@ class StageServer:
         self._next: dict[tuple[str, str], Link] = {}
         self._dialing: dict[tuple[str, str], trio.Lock] = {}
         self._visitors = VisitorLog()
-        self._traffic = Traffic()
         self._links = self._handshaking = self._accepted = self._refused = 0
 
     @property
@@ -70,7 +69,7 @@ class StageServer:
 
     def statistics(self) -> ServerStatistics:
         leaving = {pair: link.statistics() for pair, link in self._next.items()}
-        traffic = self._traffic.statistics()
+        traffic = {} if self._shard is None else self._shard.traffic.statistics()
         return ServerStatistics(self._links, self._handshaking, self._accepted, self._refused, leaving, traffic)
 
     # --- towards the next stage ---
@@ -117,7 +116,7 @@ class StageServer:
                 started = True
                 task_status.started(link)
                 try:
-                    with self._traffic.counting(Side.NEXT, successor, link):
+                    with self._served.traffic.counting(Side.NEXT, successor, link):
                         await self._served.watch_successor(link)
                 finally:
                     if self._next.get((own, successor)) is link:
@@ -207,7 +206,7 @@ class StageServer:
             link.apply_limits(limits, None, limits.under_way, incoming=arriving_limits(limits, hello.role))
             is_pipeline = hello.role is Role.PIPELINE
             side, peer = (Side.PIPELINE, "") if is_pipeline else (Side.PREVIOUS, hello.name)
-            with self._traffic.counting(side, peer, link):
+            with self._served.traffic.counting(side, peer, link):
                 yield link, serve
 
     def _admit(self, hello: frames.Frame, transport: Transport) -> Callable[[Link], Awaitable[None]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Hashable
+from functools import partial
 from typing import Protocol
 
 import trio
@@ -23,6 +24,7 @@ from dgr.stage.draining import DRAINING, Draining
 from dgr.stage.ledger import Lease, Ledger
 from dgr.stage.scheduler import Scheduler
 from dgr.stage.session import Origin, SessionActor, SessionReply, WorkFrame, no_copy
+from dgr.stage.tracing import TraceBuffer
 from dgr.wire import frames
 from dgr.wire.frames import Boundary, Miss, Refusal
 from dgr.wire.links import Link
@@ -46,6 +48,7 @@ class StageServices(Protocol):
     scheduler: Scheduler
     ledger: Ledger
     description: StageIdentity
+    traces: TraceBuffer
     idle_timeout: float
     #: Seconds a fence waits for its successor.
     fence_timeout: float
@@ -334,6 +337,7 @@ class EpochSupervisor:
             idle_timeout=self._services.idle_timeout,
             ring=self._stages,
             on_end=self._ended,
+            note=partial(self._services.traces.add, self.route),
             origin=origin,
         )
         self.sessions[key.session] = actor

@@ -305,6 +305,11 @@ def stage(name: str, split: str = "0:2", **changes: Any) -> Hello:
     return Hello(Role.STAGE, name, identity(split, **changes))
 
 
+def is_pong(frame: frames.Frame, nonce: int) -> bool:
+    """Whether a frame answers a Ping; each says another time."""
+    return isinstance(frame, frames.Pong) and frame.nonce == nonce
+
+
 async def read_to_end(stream: trio.abc.ReceiveStream) -> bytes:
     """Everything until the other side ends the connection, in whatever way."""
     data = bytearray()

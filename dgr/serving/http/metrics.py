@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -14,6 +14,7 @@ from dgr.cluster.certificates import CertificateSource, report_of
 from dgr.core.log_fields import short_route
 from dgr.protocol.states import RouteState
 from dgr.serving.engine import Answer, ServingEngine
+from dgr.serving.metrics.stages import SeenStage, stage_metrics
 from dgr.serving.sessions import Miss
 
 __all__ = ["CertificateCollector", "Metrics"]
@@ -116,12 +117,24 @@ class CertificateCollector(Collector):
         yield GaugeMetricFamily("dgr_certificate_reload_failed", text, value=int(bool(report.problems)))
 
 
+class _StageCollector(Collector):
+    """What stages have told last."""
+
+    def __init__(self) -> None:
+        self.stages: Sequence[SeenStage] = ()
+
+    def collect(self) -> Iterator[Metric]:
+        yield from stage_metrics(self.stages) if self.stages else ()
+
+
 class Metrics:
     """Counters and histograms of one server."""
 
     def __init__(self, engine: ServingEngine) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(_EngineCollector(engine))
+        self._stages = _StageCollector()
+        self._registry.register(self._stages)
         ProcessCollector(registry=self._registry)
         self.requests = Counter(
             "dgr_requests", "Requests, by endpoint and status.", ["endpoint", "status"], registry=self._registry
@@ -161,6 +174,7 @@ class Metrics:
             self.decode.observe(now - first)
         self.generation.observe(answer.usage.completion)
 
-    def text(self) -> bytes:
-        """The exposition."""
+    def text(self, stages: Sequence[SeenStage] = ()) -> bytes:
+        """The exposition, with what stages have told."""
+        self._stages.stages = stages
         return generate_latest(self._registry)
