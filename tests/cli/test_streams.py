@@ -58,6 +58,7 @@ COMMANDS: dict[str, tuple[int, Command]] = {
     "serve": (0, lambda m, f: ["serve", "--model", m, "--listen", "127.0.0.1:0", "--until-stdin-closes", *CONTEXT]),
     "up": (2, lambda m, f: ["up", _route(f), "--model", m, "--only", "127.0.0.1:2"]),
     "drain": (1, lambda m, f: ["drain", "127.0.0.1:1"]),
+    "trace": (0, lambda m, f: ["trace", "--model", m, "--prompt", "x", "-n", 2, "--ignore-eos", *CONTEXT]),
     "top": (1, lambda m, f: ["top", "http://127.0.0.1:1", "--once", "--every", 0.1]),
     "doctor": (1, lambda m, f: ["doctor", "--route", _route(f)]),
     "keys": (0, lambda m, f: ["keys", "127.0.0.1", "--out", f / "keys"]),
@@ -461,7 +462,7 @@ def test_an_exit_code_says_whose_act_it_was(error: DgrError | OSError, code: int
 
 
 @pytest.mark.parametrize("content", [None, b"", b"GGUF", b"no model", "folder"])
-@pytest.mark.parametrize("name", ["generate", "logits", "plan", "slice", "stage", "up", "inspect"])
+@pytest.mark.parametrize("name", ["generate", "logits", "trace", "plan", "slice", "stage", "up", "inspect"])
 def test_a_missing_or_damaged_model_is_bad_input(
     name: str, content: bytes | str | None, run: Callable[..., Result], tmp_path: Path
 ) -> None:

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from html.parser import HTMLParser
 from typing import Any
 
-import trio
+import pytest
 
+from dgr.serving.http import service
 from dgr.serving.http.keys import ApiKeys
-from dgr.serving.http.service import _FRESH
 from dgr.testing.waits import until
 
 
@@ -64,7 +64,8 @@ async def test_the_page_holds_all_that_it_needs(serve: Callable[..., Any]) -> No
             assert (await server.ask("GET", f"/{path}")).status != 404
 
 
-async def test_the_route_is_told_stage_by_stage(serve: Callable[..., Any]) -> None:
+async def test_the_route_is_told_stage_by_stage(serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "_FRESH", 0.0)
     async with serve(sessions=2) as server:
         server.model.hold()
         stream = await server.stream({"messages": [{"role": "user", "content": "hi"}], "stream": True})
@@ -90,7 +91,6 @@ async def test_the_route_is_told_stage_by_stage(serve: Callable[..., Any]) -> No
         assert not told["ready"]
         assert [stage["lost"] is None for stage in told["stages"]] == [True, False, True]
         assert "stage-1" in told["stages"][1]["lost"]
-        await trio.sleep(_FRESH)
         told = (await server.ask("GET", "/status")).json()
         assert [stage["load"] is None for stage in told["stages"]] == [False, True, False]
 

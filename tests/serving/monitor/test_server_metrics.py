@@ -15,7 +15,8 @@ from dgr.client.events import FAILURE, EventHub, RePrefilled, RouteDown
 from dgr.core.log_fields import short_route
 from dgr.protocol.states import RouteState
 from dgr.serving.api.prompts import Thinking
-from dgr.serving.http.service import _FRESH, ServerOptions
+from dgr.serving.http import service
+from dgr.serving.http.service import ServerOptions
 from dgr.serving.metrics.stages import SeenStage, stage_metrics
 from dgr.testing.waits import until
 
@@ -92,12 +93,14 @@ async def test_a_route_that_changed_under_an_answer_is_counted(serve: Serve) -> 
         assert sum(seen.all("dgr_re_prefills_total")) == 1
 
 
-async def test_stages_without_a_port_of_their_own_are_told_of_by_their_server(serve: Serve) -> None:
+async def test_stages_without_a_port_of_their_own_are_told_of_by_their_server(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "_FRESH", 0.0)
     options = ServerOptions(model="m", thinking=Thinking.OFF, stage_metrics=True)
     async with serve(options=options) as server:
         usage = (await server.chat("hello")).json()["usage"]
         shards = server.model.offline.cluster.shards
-        await trio.sleep(_FRESH)  # what was told a moment ago would be told again
         seen = await scraped(server)
         for name, shard in shards.items():
             load = shard.load()
@@ -111,10 +114,19 @@ async def test_stages_without_a_port_of_their_own_are_told_of_by_their_server(se
             assert seen.all("dgr_stage_link_frames_total", stage=name, side="pipeline", direction="sent")
         server.model.offline.cluster.stop("stage-1")
         await until(lambda: not server.engine.is_ready)
-        await trio.sleep(_FRESH)
         assert len((await scraped(server)).all("dgr_stage_slots")) == 2
     async with serve() as server:
         assert not any(name.startswith("dgr_stage") for name in (await scraped(server)).samples)
+
+
+async def test_whoever_asks_often_is_told_the_same_for_a_while(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "_FRESH", 1000.0)
+    async with serve() as server:
+
+        async def loads() -> list[dict[str, object]]:
+            return [stage["load"] for stage in (await server.ask("GET", "/status")).json()["stages"]]
+
+        assert await loads() == await loads() != [None] * 3
 
 
 def test_a_server_and_a_stage_tell_the_same_of_a_stage() -> None:
