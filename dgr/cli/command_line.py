@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from dgr.cli import (
     doctor,
+    drain,
     fixture,
     generate,
     inspect,
@@ -61,6 +62,7 @@ def _parser() -> argparse.ArgumentParser:
         slices,
         stage,
         up,
+        drain,
         top,
         trace,
         doctor,

@@ -13,7 +13,7 @@ from dgr.cluster.connect import LinkPolicy
 from dgr.core.mtp import CONTRACT, not_executable
 from dgr.core.values import ContextParams, Numerics
 from dgr.errors import InputError
-from dgr.wire.tcp import Credentials
+from dgr.wire.credentials import Credentials
 
 __all__ = [
     "add_context_arguments",

@@ -20,6 +20,7 @@ from dgr.cli.pipelines import add_route_argument, open_local, route_of
 from dgr.cli.progress import progress_bar
 from dgr.cli.streams import print_json, until_input_ends
 from dgr.client.pipeline import Pipeline, Timeouts
+from dgr.cluster.certificates import sources_of, watch
 from dgr.cluster.connect import open_route
 from dgr.core.units import human_bytes
 from dgr.engine.vocab import LlamaVocabulary
@@ -28,6 +29,7 @@ from dgr.serving.api.vocabulary import ServingVocabulary
 from dgr.serving.engine import ServingLimits, open_serving
 from dgr.serving.tracing.server import ServerTracing, check_folder, open_tracing
 from dgr.stage.shard import Shard
+from dgr.wire.credentials import Credentials
 from dgr.wire.nurseries import open_nursery
 
 if TYPE_CHECKING:
@@ -168,7 +170,7 @@ async def _serve(args: argparse.Namespace) -> None:
     from dgr.serving.http.service import Service
 
     shards: list[Shard] = []
-    path, opening = _pipeline(args, shards.append)
+    path, credentials, opening = _pipeline(args, shards.append)
     limits = ServingLimits(
         sessions=args.sessions,
         prefixes=args.prefixes,
@@ -177,6 +179,7 @@ async def _serve(args: argparse.Namespace) -> None:
         deadline=args.deadline,
     )
     policy = HttpPolicy(tls=_tls(args), grace=args.grace, client_timeout=args.client_timeout)
+    certificates = sources_of(credentials, policy.https)
     keys = None if args.api_key_file is None else ApiKeys.read(Path(args.api_key_file))
     # The port is taken before the weights are read: a wrong address shows at once.
     sockets = bind(args.listen, policy)
@@ -192,6 +195,7 @@ async def _serve(args: argparse.Namespace) -> None:
             engine = await stack.enter_async_context(open_serving(pipeline, limits))
             words = ServingVocabulary.of_model(vocabulary, artifact)
             service = await trio.to_thread.run_sync(Service.of, engine, words, options)
+            service.metrics.tell_of_certificates(certificates)
             service.tracing = await _tracing(args, stack, pipeline)
             local_only = keys is None and not args.allow_anyone
             app = make_app(service, keys, open_metrics=args.open_metrics, local_only=local_only)
@@ -200,6 +204,7 @@ async def _serve(args: argparse.Namespace) -> None:
             with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
                 async with open_nursery() as nursery:
                     await nursery.start(_serve_until_end, nursery.cancel_scope, serve)
+                    nursery.start_soon(watch, *certificates)
                     nursery.start_soon(_take_signals, signals, stop, nursery.cancel_scope)
                     if args.until_stdin_closes:
                         nursery.start_soon(until_input_ends, stop.set)
@@ -266,8 +271,8 @@ def _options(args: argparse.Namespace, artifact: Artifact) -> ServerOptions:
 
 def _pipeline(
     args: argparse.Namespace, on_shard: Callable[[Shard], None]
-) -> tuple[Path, AbstractAsyncContextManager[Pipeline]]:
-    """The file of the vocabulary, and the pipeline to open."""
+) -> tuple[Path, Credentials | None, AbstractAsyncContextManager[Pipeline]]:
+    """The file of the vocabulary, the credentials of links, and the pipeline to open."""
     if args.route is None:
         args.sessions = _SESSIONS if args.sessions is None else args.sessions
         args.prefixes = _PREFIXES if args.prefixes is None else args.prefixes
@@ -278,17 +283,18 @@ def _pipeline(
         # Each has a slot of the stages' contexts.
         slots = argparse.Namespace(**{**vars(args), "sessions": args.sessions + args.prefixes})
         local = open_local(slots, on_shard)
-        return Path(args.model), local
+        return Path(args.model), None, local
     file, model = route_of(args)
+    policy = link_policy_of(args, file.tls)
     remote = open_route(
         file,
-        policy=link_policy_of(args, file.tls),
+        policy=policy,
         model=None,
         chunk=args.chunk,
         chunk_seconds=args.chunk_seconds,
         timeouts=Timeouts(),
     )
-    return Path(model), remote
+    return Path(model), policy.credentials, remote
 
 
 def _announce(

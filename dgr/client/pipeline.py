@@ -6,7 +6,7 @@ its :class:`~dgr.client.session.ClientSession` objects hold the transcripts.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
@@ -23,7 +23,7 @@ from dgr.client.session import ClientSession
 from dgr.client.tracing import Tracer
 from dgr.core.arguments import check_instance, check_number, check_whole
 from dgr.core.load import StageLoad
-from dgr.core.route import LayerRange, Route
+from dgr.core.route import LayerRange, Route, StageRef
 from dgr.core.values import ContextParams, StageIdentity
 from dgr.errors import ClosedError, SessionLost, WireError
 from dgr.protocol.limits import INBOX
@@ -199,18 +199,26 @@ class Pipeline:
                 await session.aclose()
             del self._sessions[session.id], self._client.members[session.id]
 
-    async def change_route(self, route: Route) -> None:
+    async def change_route(self, route: Route, spares: Sequence[StageRef] = ()) -> None:
         """Fence a new epoch on every stage of ``route``; sessions re-prefill when they are next used.
+
+        ``spares``: other stages of the same layer ranges; one takes over when a stage is lost, or now when one cannot be had.
 
         Raises :class:`InvalidRoute` when the stages do not fit together (the old route stays), :class:`PeerRefused` or
         :class:`DeadlineExceeded` when a stage does not fence (the route is then down until it does, or the next change).
         """
         check_instance("route", route, Route)
-        await self._client.change(route)
+        await self._client.change(route, _checked(spares))
 
     async def wait_live(self) -> None:
         """Wait until the route admits work. Raises :class:`DeadlineExceeded`, :class:`ClosedError`."""
         await self._client.wait_live()
+
+
+def _checked(spares: Sequence[StageRef]) -> tuple[StageRef, ...]:
+    for spare in spares:
+        check_instance("a spare stage", spare, StageRef)
+    return tuple(spares)
 
 
 @asynccontextmanager
@@ -218,6 +226,7 @@ async def open_pipeline_on(
     connect: Connector,
     route: Route,
     *,
+    spares: Sequence[StageRef] = (),
     vocabulary: Vocabulary | None = None,
     chunk: int | None = None,
     chunk_seconds: float = CHUNK_SECONDS,
@@ -227,13 +236,16 @@ async def open_pipeline_on(
 ) -> AsyncIterator[Pipeline]:
     """Open a pipeline over stages that ``connect`` reaches.
 
+    ``spares``: other stages that own the same layer ranges as those of ``route``; they take over, in the order given, when
+    one is lost, cannot be had or is drained. What failed is tried later again.
     ``vocabulary``: text to token ids and back; without one, prompts are token ids and answers have no text. ``chunk``:
     tokens of one prefill chunk; by default n_ubatch, and in exact numerics what the slowest stage evaluates in
     ``chunk_seconds`` if that is less: a chunk is how long other sessions' streams pause, and how long a cancelled prompt
     goes on. ``window``: chunks of one session in flight (default stages + 1).
     ``retries``: re-prefills tried for one request before :class:`~dgr.errors.PrefillFailed`. ``timeouts``: every wait.
     Raises :class:`InputError` for values out of range, :class:`InvalidRoute` when the stages do not fit together,
-    :class:`PeerRefused`, :class:`LinkBroken` or :class:`DeadlineExceeded` when one cannot be had.
+    :class:`PeerRefused`, :class:`LinkBroken` or :class:`DeadlineExceeded` when one cannot be had, and :class:`NoCandidate`
+    when none of those of one range can.
     """
     if chunk is not None:
         check_whole("chunk", chunk, 1)
@@ -242,6 +254,7 @@ async def open_pipeline_on(
         check_whole("window", window, 1, INBOX)  # more would not fit a session's inbox on a stage
     check_whole("retries", retries, 0)
     check_instance("route", route, Route)
+    spares = _checked(spares)
     timeouts = Timeouts() if timeouts is None else timeouts
     check_instance("timeouts", timeouts, Timeouts)
     hub = EventHub()
@@ -251,7 +264,7 @@ async def open_pipeline_on(
     hub.route_id = client.route_id
     async with open_nursery() as nursery:
         async with cancelled_first():
-            await nursery.start(client.run, route)
+            await nursery.start(client.run, route, spares)
         try:
             yield Pipeline(client, hub, vocabulary, retries)
         finally:

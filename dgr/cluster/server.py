@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
@@ -110,7 +109,7 @@ class StageServer:
         ours = self._served.description
         started = False
         try:
-            async with open_greeted(successor, self._policy, Hello(Role.STAGE, own, ours)) as (link, welcome):
+            async with open_greeted(successor, self._policy, Hello(Role.STAGE, own, ours)) as (link, welcome, _):
                 check_alike(f"stage {successor}", welcome.identity, ours)
                 check_neighbours(ours, welcome.identity)
                 self._next[own, successor] = link
@@ -137,7 +136,6 @@ class StageServer:
         self,
         shard: Shard,
         listeners: list[trio.SocketListener],
-        context: ssl.SSLContext | None,
         *,
         task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
     ) -> None:
@@ -145,9 +143,9 @@ class StageServer:
         self._shard = shard
         async with open_nursery() as self._nursery:
             task_status.started()
-            await trio.serve_listeners(partial(self._take, context), listeners)
+            await trio.serve_listeners(self._take, listeners)
 
-    async def _take(self, context: ssl.SSLContext | None, stream: trio.SocketStream) -> None:
+    async def _take(self, stream: trio.SocketStream) -> None:
         who = _where_from(stream)
         if self._handshaking >= self._policy.max_links:
             self._refused += 1
@@ -162,6 +160,8 @@ class StageServer:
             if not await says_something(stream, self._policy.handshake):
                 _log.debug("%s: it left without a word, as health probes do", who)
                 return
+            credentials = self._policy.credentials
+            context = None if credentials is None else credentials.context(server=True)
             transport = await accept_tls(stream, context, self._policy.handshake)
             async with self._greet(transport) as (link, serve):
                 greeted = True

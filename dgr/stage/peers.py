@@ -10,11 +10,12 @@ from typing import TypeAlias
 import trio
 
 from dgr.errors import WireError
+from dgr.stage.supervisor import EpochSupervisor
 from dgr.wire import frames
 from dgr.wire.frames import Miss
 from dgr.wire.links import Link
 
-__all__ = ["SessionRequest", "answer_stranger", "close", "confined", "grant", "say_ready", "tell"]
+__all__ = ["SessionRequest", "answer_stranger", "close", "confined", "grant", "hand_over", "say_ready", "tell"]
 
 _log = logging.getLogger("dgr.shard")
 
@@ -74,3 +75,22 @@ async def close(link: Link) -> None:
     """Nobody reads the link any more: the other side must not wait for what will never come."""
     with trio.CancelScope(shield=True):
         await link.aclose()
+
+
+def _nothing() -> None:
+    """A frame without payload takes no credit."""
+
+
+def hand_over(
+    supervisor: EpochSupervisor,
+    frame: SessionRequest,
+    payload: memoryview | None,
+) -> None:
+    """Give a route session what its pipeline asks of one of its sessions."""
+    match frame:
+        case frames.Tokens():
+            supervisor.work(frame, payload, _nothing)
+        case frames.Cancel():
+            supervisor.cancel(frame)
+        case _:
+            supervisor.request(frame)

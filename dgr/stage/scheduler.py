@@ -136,6 +136,7 @@ class Scheduler:
         self._decode, self._prefill = BatchCounts(), BatchCounts()
         #: When the batch under way began; None when none is.
         self._began: float | None = None
+        self._longest = 0.0
 
     def statistics(self) -> SchedulerStatistics:
         decode, prefill = self._decode.snapshot(), self._prefill.snapshot()
@@ -146,6 +147,7 @@ class Scheduler:
             decode=decode,
             prefill=prefill,
             running_seconds=0.0 if self._began is None else trio.current_time() - self._began,
+            longest_seconds=self._longest,
         )
 
     async def run(self) -> None:
@@ -167,6 +169,7 @@ class Scheduler:
         counts = self._decode if is_decode(batch[0]) else self._prefill
         tokens = sum(len(request.work.tokens) for request in batch)
         counts.seconds.add(now - began)
+        self._longest = max(self._longest, now - began)
         counts.tokens.add(tokens)
         for request in batch:
             counts.waits.add(began - request.came)

@@ -96,6 +96,8 @@ class SessionActor:
         #: Why the session ended, for later frames; None when its pipeline closed it.
         self.end_reason: Miss | None = None
         self.last_active = trio.current_time()
+        #: Whether rows of logits were wanted of it: what came before was a prefill.
+        self.answered = False
         self._first_seq = first_seq
         self._cancelled_through = 0
         self._scheduler = scheduler
@@ -324,6 +326,7 @@ class SessionActor:
         else:
             self._machine.fire(SessionEvent.COMMITTED)
             self._prefix.extend(frame.tokens)
+            self.answered = self.answered or frame.logits != LogitsWanted.NONE
             if times is not None:
                 times.sent = trio.current_time()
             await self._answer(frame, result)

@@ -24,9 +24,10 @@ from dgr.engine.base import ShardEngine
 from dgr.engine.budget import check_budget
 from dgr.errors import LinkBroken, WireError
 from dgr.protocol.states import EpochState
+from dgr.stage.draining import DRAINING, Draining
 from dgr.stage.ledger import Lease, Ledger
 from dgr.stage.load import stage_load
-from dgr.stage.peers import SessionRequest, answer_stranger, close, confined, grant, say_ready, tell
+from dgr.stage.peers import answer_stranger, close, confined, grant, hand_over, say_ready, tell
 from dgr.stage.scheduler import Scheduler
 from dgr.stage.session import SessionActor
 from dgr.stage.statistics import ShardStatistics
@@ -53,24 +54,6 @@ Dialer = Callable[[str, str], Awaitable[Link]]
 _AWAITING = 1024
 #: Route sessions of one control link; a pipeline has one.
 _ROUTES_PER_LINK = 16
-
-
-def _nothing() -> None:
-    """A frame without payload takes no credit."""
-
-
-def _hand_over(
-    supervisor: EpochSupervisor,
-    frame: SessionRequest,
-    payload: memoryview | None,
-) -> None:
-    match frame:
-        case frames.Tokens():
-            supervisor.work(frame, payload, _nothing)
-        case frames.Cancel():
-            supervisor.cancel(frame)
-        case _:
-            supervisor.request(frame)
 
 
 class Shard:
@@ -107,6 +90,7 @@ class Shard:
         self._routes: dict[bytes, EpochSupervisor] = {}
         #: Links whose stage, by its name, waits until a (route, epoch) is admitted here.
         self._awaiting: dict[tuple[bytes, int, str], Link] = {}
+        self.draining = Draining(self)
         self._nursery: trio.Nursery | None = None
         #: One connection to a next stage is made at a time for each control link: a pipeline needs no more, and cannot
         #: have this stage hold many sockets to whoever accepts and says nothing.
@@ -119,11 +103,12 @@ class Shard:
         return ShardStatistics(
             routes=len(self._routes),
             epochs={route: supervisor.epoch for route, supervisor in self._routes.items()},
-            sessions=len(self._actors()),
+            sessions=len(self.actors()),
             leased_bytes=self.ledger.leased_bytes,
             leased=self.ledger.leased(),
             evictions=self._evictions,
             unroutable_frames=self._unroutable_frames,
+            draining=self.draining.is_on,
             steps=self.scheduler.statistics(),
         )
 
@@ -137,8 +122,12 @@ class Shard:
             ready=self._nursery is not None,
         )
 
-    def _actors(self) -> list[SessionActor]:
+    def actors(self) -> list[SessionActor]:
         return [actor for supervisor in self._routes.values() for actor in supervisor.sessions.values()]
+
+    def epoch_states(self) -> list[EpochState]:
+        """Of its route sessions."""
+        return [supervisor.state for supervisor in self._routes.values()]
 
     # --- the interface of supervisors ---
 
@@ -153,10 +142,10 @@ class Shard:
         while wanted():
             if (lease := self.ledger.lease(owner)) is not None:
                 return lease
-            leaving = next((actor for actor in self._actors() if actor.is_ending), None)
+            leaving = next((actor for actor in self.actors() if actor.is_ending), None)
             if leaving is None:
                 idle_since = trio.current_time() - self.min_idle
-                idle = (actor for actor in self._actors() if actor.is_idle and actor is not spared)
+                idle = (actor for actor in self.actors() if actor.is_idle and actor is not spared)
                 leaving = min(
                     (actor for actor in idle if actor.last_active <= idle_since),
                     key=lambda actor: actor.last_active,
@@ -201,6 +190,7 @@ class Shard:
             await self._serve_control(link)
 
     async def _serve_control(self, link: Link) -> None:
+        self.draining.links.add(link)
         async with open_nursery() as nursery:
             try:
                 async for received in link:
@@ -210,6 +200,7 @@ class Shard:
                 pass
             finally:
                 nursery.cancel_scope.cancel()
+                self.draining.links.discard(link)
                 for supervisor in [one for one in self._routes.values() if one.control is link]:
                     supervisor.leave()
                 await close(link)
@@ -285,6 +276,10 @@ class Shard:
         self, link: Link, frame: frames.Frame, payload: memoryview | None, nursery: trio.Nursery
     ) -> None:
         match frame:
+            case frames.Drain():
+                self.draining.take(frame, link)
+            case frames.Fence() if self.draining.is_on and frame.route not in self._routes:
+                link.send_nowait(frames.Refused(Key(frame.route, frame.epoch, 0), 0, Refusal.DRAINING, DRAINING))
             case frames.Fence():
                 supervisor = self._routes.get(frame.route) or await self._admit(frame.route, link)
                 if supervisor.control is link:
@@ -308,7 +303,7 @@ class Shard:
                     if not known.started.is_set():  # it may have been taken over in this very moment
                         await known.started.wait()
                     with self._blaming(known):
-                        _hand_over(known, frame, payload)
+                        hand_over(known, frame, payload)
             case frames.QueryLoad():
                 tell(link, frames.LoadReport(frame.seq, self.load()))
             case frames.QueryTrace():

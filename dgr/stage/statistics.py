@@ -66,6 +66,8 @@ class SchedulerStatistics:
     prefill: BatchLoad
     #: For how long the batch under way has been running; 0.0 when none is.
     running_seconds: float
+    #: Seconds of the longest batch.
+    longest_seconds: float
 
 
 @frozen
@@ -86,4 +88,6 @@ class ShardStatistics:
     evictions: int
     #: Frames dropped because their route session is not known here.
     unroutable_frames: int
+    #: Whether it takes nobody new.
+    draining: bool
     steps: SchedulerStatistics

@@ -20,6 +20,7 @@ from dgr.core.values import Key, StageIdentity
 from dgr.engine.base import FORK
 from dgr.errors import DgrError, WireError
 from dgr.protocol.states import EPOCH, EpochEvent, EpochState
+from dgr.stage.draining import DRAINING, Draining
 from dgr.stage.ledger import Lease, Ledger
 from dgr.stage.scheduler import Scheduler
 from dgr.stage.session import Origin, SessionActor, SessionReply, WorkFrame, no_copy
@@ -51,6 +52,7 @@ class StageServices(Protocol):
     idle_timeout: float
     #: Seconds a fence waits for its successor.
     fence_timeout: float
+    draining: Draining
 
     async def lease(
         self, owner: Hashable, wanted: Callable[[], bool], spared: SessionActor | None = None
@@ -277,6 +279,9 @@ class EpochSupervisor:
         """Whether a slot is to be had for it."""
         key = frame.key
         if not self._admits(key, frame.seq):
+            return False
+        if self._services.draining.is_on:
+            self._answer(frames.Refused(key, frame.seq, Refusal.DRAINING, DRAINING))
             return False
         if key.session in self.sessions or key.session in self._opening:
             problem = f"session {key.session} is open already; close it first"

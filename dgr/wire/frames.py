@@ -47,6 +47,7 @@ __all__ = [
     "Closed",
     "Credit",
     "Denied",
+    "Drain",
     "Fence",
     "Fenced",
     "Fork",
@@ -55,6 +56,7 @@ __all__ = [
     "LoadReport",
     "Logits",
     "Miss",
+    "Occupancy",
     "Open",
     "Opened",
     "Ping",
@@ -155,6 +157,16 @@ class Fork(_Message, frozen=True, tag=10):
     seq: U63
     source: U63
     expect: Expectation
+
+
+class Drain(_Message, frozen=True, tag=13):
+    """Empty a stage before it is maintained (True), take that back (False), or ask alone (None). Answered with Occupancy.
+
+    A draining stage takes no new route sessions and no new sessions, and ends sessions without work for ``idle`` seconds.
+    """
+
+    draining: bool | None
+    idle: U32 = 10
 
 
 class QueryLoad(_Message, frozen=True, tag=11):
@@ -299,6 +311,20 @@ class StateReport(_Message, frozen=True, tag=26):
     state: StateSummary
 
 
+class Occupancy(_Message, frozen=True, tag=29):
+    """The answer to Drain; and, unasked, what every control link hears when draining begins or is taken back."""
+
+    draining: bool
+    #: Route sessions whose epoch is admitted.
+    routes: U32
+    sessions: U32
+    #: Of these, those whose first answer is yet to come: they are being prefilled.
+    prefilling: U32
+    #: For how long the native batch under way has been computed, and what the longest one took.
+    batch_running_ms: U63
+    batch_longest_ms: U63
+
+
 class LoadReport(_Message, frozen=True, tag=27):
     """The answer to :class:`QueryLoad`."""
 
@@ -376,6 +402,7 @@ Frame = (
     | QueryState
     | Tokens
     | Fork
+    | Drain
     | QueryLoad
     | QueryTrace
     | Boundary
@@ -392,6 +419,7 @@ Frame = (
     | Refused
     | WorkSkipped
     | StateReport
+    | Occupancy
     | LoadReport
     | TraceReport
     | Hello

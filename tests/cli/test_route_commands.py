@@ -407,3 +407,39 @@ def test_json_is_one_line(run: Callable[..., Result], cluster: Cluster, route_fi
     result = healthy(run, route_file(cluster.refs))
     assert len(result.out.splitlines()) == 1
     assert json.loads(result.out)["healthy"] is True
+
+
+# --- draining ---
+
+
+def test_drain_empties_a_stage_and_takes_it_back(
+    run: Callable[..., Result], cluster: Cluster, route_file: Callable[..., Path]
+) -> None:
+    address = cluster.head.ref.address
+    result = run("drain", address)
+    assert (result.code, result.out) == (0, f"stage {address} is drained: no session is left\n")
+    try:
+        found = problem(run, route_file(cluster.refs))
+        assert "this stage is being drained" in found["what"]
+    finally:
+        result = run("drain", address, "--undo", "--json")
+    assert (result.code, json.loads(result.out)) == (
+        0,
+        {"stage": address, "draining": False, "routes": 0, "sessions": 0},
+    )
+    healthy(run, route_file(cluster.refs))
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "said"),
+    [
+        (("127.0.0.1:9",), 1, "cannot connect to 127.0.0.1:9"),
+        (("127.0.0.1:9", "--timeout", "nan"), 2, "--timeout is nan seconds"),
+        (("127.0.0.1:9", "--idle", "-1"), 2, "--idle is -1 seconds"),
+        (("10.0.0.1",), 2, "is not HOST:PORT"),
+        (("10.0.0.1:7701",), 2, "not a loopback address and no TLS credentials"),
+    ],
+)
+def test_what_drain_refuses(flags: tuple[str, ...], code: int, said: str, run: Callable[..., Result]) -> None:
+    result = run("drain", *flags)
+    assert (result.code, said in result.err) == (code, True)

@@ -45,11 +45,12 @@ from dgr.errors import FrameError, InvalidRoute, LinkBroken, PeerRefused
 from dgr.testing.engines.fake import FakeEngine, FakeModel
 from dgr.testing.waits import until
 from dgr.wire import frames
+from dgr.wire.credentials import Credentials
 from dgr.wire.frames import Boundary, Denied, Fence, Hello, Refusal, Refused, Role, Welcome
 from dgr.wire.framing import encode
 from dgr.wire.handshake import HANDSHAKE_LIMITS, exchange_preamble
 from dgr.wire.links import Link, open_link
-from dgr.wire.tcp import Credentials, dial, names_host, parse_address
+from dgr.wire.tcp import dial, names_host, parse_address
 
 NAME = "127.0.0.1:7701"
 _PREAMBLE = struct.Struct("<6sH16s")

@@ -46,12 +46,13 @@ from dgr.errors import DgrError, FrameError, LinkBroken
 from dgr.testing.network.proxy import open_proxy
 from dgr.testing.waits import until
 from dgr.wire import frames
+from dgr.wire.credentials import Credentials
 from dgr.wire.frames import Hello, Ping, Welcome
 from dgr.wire.framing import Framer, Limits, encode
 from dgr.wire.handshake import exchange_preamble
 from dgr.wire.links import Link
 from dgr.wire.memory import memory_transports
-from dgr.wire.tcp import Credentials, dial
+from dgr.wire.tcp import dial
 
 #: Seconds within which any stranger is gone: for TLS, for the preamble and for Hello, each.
 DEADLINE = 3 * HANDSHAKE + 5.0

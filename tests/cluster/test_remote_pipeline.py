@@ -355,7 +355,7 @@ async def test_a_slow_stage_holds_back_its_sender(policy: LinkPolicy) -> None:
                         assert answer.nonce == 7
                 assert head.engine.tokens_run == 36
                 assert (tail.engine.tokens_run, link._outbox.credit, link.statistics().bytes_queued) == (0, 0, 0)
-                (actor,) = tail.shard._actors()
+                (actor,) = tail.shard.actors()
                 assert actor._undone == 8
             assert answers == [reference(prompt, 4)]
         await hosts.assert_empty()

@@ -8,7 +8,9 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from dgr.cluster.certificates import CertificateSource
 from dgr.cluster.server import ServerStatistics, StageServer
+from dgr.serving.http.metrics import CertificateCollector
 from dgr.serving.metrics.stages import SeenStage, stage_metrics
 from dgr.stage.shard import Shard
 
@@ -16,26 +18,34 @@ __all__ = ["StageMonitor"]
 
 _LOADING = "the weights are being loaded"
 _ENDING = "the stage is about to end"
+_DRAINING = "the stage is being drained"
 
 
 class StageMonitor(Collector):
     """A stage as it is seen from outside: from its start, through :meth:`opened`, to :meth:`ending`."""
 
-    def __init__(self) -> None:
-        #: Why it takes no links now; None when it does.
-        self.not_ready: str | None = _LOADING
+    def __init__(self, certificates: tuple[CertificateSource, ...] = ()) -> None:
+        self._not_ready: str | None = _LOADING
         self._stage: tuple[Shard, StageServer] | None = None
         self._registry = CollectorRegistry()
         self._registry.register(self)
+        self._registry.register(CertificateCollector(certificates))
         ProcessCollector(registry=self._registry)
 
     def opened(self, shard: Shard, server: StageServer) -> None:
         """The engine is open and the links are listened for."""
-        self._stage, self.not_ready = (shard, server), None
+        self._stage, self._not_ready = (shard, server), None
 
     def ending(self) -> None:
         """It takes no more links."""
-        self.not_ready = _ENDING
+        self._not_ready = _ENDING
+
+    @property
+    def not_ready(self) -> str | None:
+        """Why it takes nobody new now; None when it does."""
+        if self._not_ready is None and self._stage is not None and self._stage[0].draining.is_on:
+            return _DRAINING
+        return self._not_ready
 
     def text(self) -> bytes:
         """The exposition."""
@@ -46,10 +56,13 @@ class StageMonitor(Collector):
         return iter(())
 
     def collect(self) -> Iterator[Metric]:
-        yield GaugeMetricFamily("dgr_stage_ready", "1 while the stage takes links.", value=int(self.not_ready is None))
+        text = "1 while the stage takes pipelines and sessions."
+        yield GaugeMetricFamily("dgr_stage_ready", text, value=int(self.not_ready is None))
         if self._stage is None:
             return
         shard, server = self._stage
+        text = "1 while the stage takes nobody new, to be maintained."
+        yield GaugeMetricFamily("dgr_stage_draining", text, value=int(shard.draining.is_on))
         yield from stage_metrics([SeenStage(shard.description, shard.load())])
         yield from _connections(server.statistics())
 

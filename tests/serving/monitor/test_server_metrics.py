@@ -147,6 +147,7 @@ def test_a_server_and_a_stage_tell_the_same_of_a_stage() -> None:
     ours, own = trio.run(run)
     assert own - ours == {
         "dgr_stage_ready",
+        "dgr_stage_draining",
         *(f"dgr_stage_links{what}" for what in ("", "_handshaking", "_accepted", "_refused")),
     }
     assert ours <= own
