@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import trio
 
 from dgr.artifact.artifact import Artifact
+from dgr.cli.notify import Notifier, open_notifier
 from dgr.cli.options import add_link_arguments, add_model_arguments, link_policy_of, require_extra
 from dgr.cli.pipelines import add_route_argument, open_local, route_of
 from dgr.cli.progress import progress_bar
@@ -166,6 +167,7 @@ async def _serve(args: argparse.Namespace) -> None:
         artifact = await trio.to_thread.run_sync(Artifact.open, path)
         options = _options(args, artifact)
         async with AsyncExitStack() as stack:
+            manager = await stack.enter_async_context(open_notifier(f"opening the stages of {options.model}"))
             vocabulary = stack.enter_context(LlamaVocabulary(artifact))
             with progress_bar("opening the stages"):
                 pipeline = await stack.enter_async_context(opening)
@@ -180,9 +182,11 @@ async def _serve(args: argparse.Namespace) -> None:
                 async with open_nursery() as nursery:
                     await nursery.start(_serve_until_end, nursery.cancel_scope, serve)
                     nursery.start_soon(_take_signals, signals, stop, nursery.cancel_scope)
+                    nursery.start_soon(_tell_of_end, stop, manager)
                     if args.until_stdin_closes:
                         nursery.start_soon(until_input_ends, stop.set)
                     _announce(args, addresses, service, shards, has_keys=keys is not None)
+                    manager.ready(f"serves {options.model} at {addresses[0]}")
     finally:
         for sock in sockets:
             sock.close()
@@ -204,6 +208,11 @@ async def _take_signals(signals: AsyncIterator[int], stop: trio.Event, scope: tr
         if stop.is_set():
             scope.cancel()
         stop.set()
+
+
+async def _tell_of_end(stop: trio.Event, manager: Notifier) -> None:
+    await stop.wait()
+    manager.stopping()
 
 
 def _tls(args: argparse.Namespace) -> tuple[Path, Path] | None:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import trio
 
 from dgr.artifact.artifact import Artifact
+from dgr.cli.notify import open_notifier
 from dgr.cli.options import add_context_arguments, add_link_arguments, context_of, link_policy_of, require_extra
 from dgr.cli.progress import progress_bar, silent_bar
 from dgr.cli.streams import print_json, until_input_ends
@@ -90,6 +91,7 @@ async def _stage(args: argparse.Namespace) -> None:
     # The port is taken before the weights are read: a wrong address shows at once.
     listeners, tls = await listen(args.listen, credentials=policy.credentials, allow_plain=policy.allow_plain)
     async with AsyncExitStack() as stack:
+        manager = await stack.enter_async_context(open_notifier(f"loading layers {layers}"))
         monitor, metrics = await _open_monitor(stack, args.metrics)
         engine = await trio.to_thread.run_sync(_load, args, layers)
         stack.callback(engine.stop)
@@ -103,7 +105,9 @@ async def _stage(args: argparse.Namespace) -> None:
                 monitor.opened(shard, server)
             with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
                 _announce(args, listeners, engine, metrics)  # from here on a signal is an orderly end
+                manager.ready(f"serves layers {layers}")
                 await _until_told(args, signals)
+            manager.stopping()
             if monitor is not None:
                 monitor.ending()
             engine.abort()  # a step under way ends early

@@ -15,6 +15,7 @@ from dgr.artifact.artifact import Artifact
 from dgr.cli.children import flags_of, python_module, spelled_out
 from dgr.cli.exit_codes import BAD_INPUT, FAILED
 from dgr.cli.logs import log_format
+from dgr.cli.notify import Notifier, open_notifier
 from dgr.cli.options import add_link_arguments, add_reserved_arguments, link_policy_of
 from dgr.cli.progress import Activity, progress_bar, say_above
 from dgr.cli.streams import json_line, tell
@@ -142,8 +143,9 @@ async def _up(args: argparse.Namespace) -> None:
         commands[ref] = stage_command(
             file, ref, stage_model, threads, args.sessions, policy, args.log, log_format(args.log_format)
         )
-    with progress_bar("starting the stages") as activity:
-        refused = await _supervise(commands, _Reporter(len(stages), args.json, activity))
+    async with open_notifier(f"starting {len(stages)} stages") as manager:
+        with progress_bar("starting the stages") as activity:
+            refused = await _supervise(commands, _Reporter(len(stages), args.json, activity, manager))
     if refused is not None:
         raise InputError(f"stage {refused.address} ({refused.layers}) refuses its arguments; its own message is above")
 
@@ -170,8 +172,8 @@ async def _supervise(commands: Mapping[StageRef, list[str]], report: _Reporter) 
 class _Reporter:
     """Tells every start and end of a stage; on a terminal it shows that some are still starting."""
 
-    def __init__(self, n_stages: int, as_json: bool, activity: Activity | None) -> None:
-        self._n_stages, self._as_json, self._activity = n_stages, as_json, activity
+    def __init__(self, n_stages: int, as_json: bool, activity: Activity | None, manager: Notifier) -> None:
+        self._n_stages, self._as_json, self._activity, self._manager = n_stages, as_json, activity, manager
         self._ready: set[str] = set()
 
     def __call__(self, ref: StageRef, event: str, **facts: Any) -> None:
@@ -179,6 +181,8 @@ class _Reporter:
             self._ready.add(ref.address)
         else:
             self._ready.discard(ref.address)
+        say = self._manager.ready if len(self._ready) == self._n_stages else self._manager.status
+        say(f"{len(self._ready)} of {self._n_stages} stages are ready")
         if self._as_json:
             text = json_line({"stage": ref.address, "layers": str(ref.layers), "event": event, **facts})
         else:
