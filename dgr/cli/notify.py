@@ -90,13 +90,15 @@ def _taken_from_environment() -> Notifier:
     if not address:
         return Notifier(None, None)
     if address[0] not in "/@":
-        _log.warning("NOTIFY_SOCKET is %r, which is neither a path nor an abstract socket (@name): nothing is sent", address)
+        _log.warning(
+            "NOTIFY_SOCKET is %r, which is neither a path nor an abstract socket (@name): nothing is sent", address
+        )
         return Notifier(None, None)
     if address.startswith("@"):
         address = "\0" + address[1:]
     watchdog = None
     if usec is not None and pid in (None, str(os.getpid())):
-        if usec.isascii() and usec.isdecimal() and 0 < int(usec[:20]):
+        if usec.isascii() and usec.isdecimal() and int(usec[:20]) > 0:
             watchdog = int(usec[:20]) / 1e6
         else:
             _log.warning("WATCHDOG_USEC is %r, which is no number of microseconds: no signs of life are sent", usec)

@@ -172,7 +172,9 @@ async def _supervise(commands: Mapping[StageRef, list[str]], report: _Reporter) 
 class _Reporter:
     """Tells every start and end of a stage; on a terminal it shows that some are still starting."""
 
-    def __init__(self, n_stages: int, as_json: bool, activity: Activity | None, manager: Notifier) -> None:
+    def __init__(
+        self, n_stages: int, as_json: bool, activity: Activity | None, manager: Notifier | None = None
+    ) -> None:
         self._n_stages, self._as_json, self._activity, self._manager = n_stages, as_json, activity, manager
         self._ready: set[str] = set()
 
@@ -181,8 +183,9 @@ class _Reporter:
             self._ready.add(ref.address)
         else:
             self._ready.discard(ref.address)
-        say = self._manager.ready if len(self._ready) == self._n_stages else self._manager.status
-        say(f"{len(self._ready)} of {self._n_stages} stages are ready")
+        if self._manager is not None:
+            say = self._manager.ready if len(self._ready) == self._n_stages else self._manager.status
+            say(f"{len(self._ready)} of {self._n_stages} stages are ready")
         if self._as_json:
             text = json_line({"stage": ref.address, "layers": str(ref.layers), "event": event, **facts})
         else:

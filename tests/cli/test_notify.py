@@ -90,9 +90,7 @@ async def test_a_life_as_the_manager_hears_it(
     assert asked.heard == ["STOPPING=1", "STATUS=ending"]
 
 
-async def test_an_event_loop_that_stands_still_gives_no_sign(
-    asked: Manager, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_an_event_loop_that_stands_still_gives_no_sign(asked: Manager, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WATCHDOG_USEC", "30000")
     async with open_notifier("") as notifier:
         notifier.ready("")
@@ -108,7 +106,10 @@ async def test_an_event_loop_that_stands_still_gives_no_sign(
 
 
 async def test_what_could_not_be_told_is_told_later(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, autojump_clock: trio.testing.MockClock, caplog: pytest.LogCaptureFixture
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    autojump_clock: trio.testing.MockClock,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     path = str(tmp_path / "later")
     monkeypatch.setenv("NOTIFY_SOCKET", path)
