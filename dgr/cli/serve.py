@@ -22,6 +22,8 @@ from dgr.cli.progress import progress_bar
 from dgr.cli.streams import print_json, until_input_ends
 from dgr.client.pipeline import Pipeline, Timeouts
 from dgr.cluster.connect import open_route
+from dgr.cluster.follow import follow_route
+from dgr.cluster.route_file import RouteFile
 from dgr.core.units import human_bytes
 from dgr.engine.vocab import LlamaVocabulary
 from dgr.errors import InputError
@@ -53,6 +55,9 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
         " It prints its address when it is ready. On SIGINT or SIGTERM it admits nobody, lets answers end, and leaves.",
     )
     add_route_argument(parser)
+    parser.add_argument(
+        "--follow", action="store_true", help="with --route: read the file again and again, and go where it says"
+    )
     parser.add_argument(
         "--listen", default="127.0.0.1:8000", metavar="HOST:PORT", help="where (default: 127.0.0.1:8000)"
     )
@@ -149,7 +154,7 @@ async def _serve(args: argparse.Namespace) -> None:
     from dgr.serving.http.service import Service
 
     shards: list[Shard] = []
-    path, opening = _pipeline(args, shards.append)
+    path, opening, followed = _pipeline(args, shards.append)
     limits = ServingLimits(
         sessions=args.sessions,
         prefixes=args.prefixes,
@@ -185,6 +190,8 @@ async def _serve(args: argparse.Namespace) -> None:
                     nursery.start_soon(_tell_of_end, stop, manager)
                     if args.until_stdin_closes:
                         nursery.start_soon(until_input_ends, stop.set)
+                    if followed is not None:
+                        nursery.start_soon(follow_route, pipeline, followed)
                     _announce(args, addresses, service, shards, has_keys=keys is not None)
                     manager.ready(f"serves {options.model} at {addresses[0]}")
     finally:
@@ -240,9 +247,11 @@ def _options(args: argparse.Namespace, artifact: Artifact) -> ServerOptions:
 
 def _pipeline(
     args: argparse.Namespace, on_shard: Callable[[Shard], None]
-) -> tuple[Path, AbstractAsyncContextManager[Pipeline]]:
-    """The file of the vocabulary, and the pipeline to open."""
+) -> tuple[Path, AbstractAsyncContextManager[Pipeline], RouteFile | None]:
+    """The file of the vocabulary, the pipeline to open, and the route file to follow."""
     if args.route is None:
+        if args.follow:
+            raise InputError("--follow follows the file of --route; there is none")
         args.sessions = _SESSIONS if args.sessions is None else args.sessions
         args.prefixes = _PREFIXES if args.prefixes is None else args.prefixes
         if args.sessions < 1 or args.prefixes < 0:
@@ -252,7 +261,7 @@ def _pipeline(
         # Each has a slot of the stages' contexts.
         slots = argparse.Namespace(**{**vars(args), "sessions": args.sessions + args.prefixes})
         local = open_local(slots, on_shard)
-        return Path(args.model), local
+        return Path(args.model), local, None
     file, model = route_of(args)
     remote = open_route(
         file,
@@ -262,7 +271,7 @@ def _pipeline(
         chunk_seconds=args.chunk_seconds,
         timeouts=Timeouts(),
     )
-    return Path(model), remote
+    return Path(model), remote, file if args.follow else None
 
 
 def _announce(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import signal
 import subprocess
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from dgr.cli.children import flags_of, python_module, spelled_out
 from dgr.cli.exit_codes import BAD_INPUT, FAILED
 from dgr.cli.logs import log_format
 from dgr.cli.notify import Notifier, open_notifier
-from dgr.cli.options import add_link_arguments, add_reserved_arguments, link_policy_of
+from dgr.cli.options import add_link_arguments, add_reserved_arguments, link_policy_of, require_extra
 from dgr.cli.progress import Activity, progress_bar, say_above
 from dgr.cli.streams import json_line, tell
 from dgr.cluster.connect import LinkPolicy
@@ -63,6 +65,25 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
         "--threads", type=int, metavar="N", help="compute threads of each stage (default: cores / stages)"
     )
     parser.add_argument("--only", action="append", metavar="ADDRESS", help="start only this stage (may be repeated)")
+    parser.add_argument(
+        "--ray",
+        nargs="?",
+        const="auto",
+        metavar="ADDRESS",
+        help="place the stages in a Ray cluster instead, one actor each (extra `ray`; default: the cluster of this host)",
+    )
+    parser.add_argument(
+        "--ray-strategy",
+        choices=["STRICT_SPREAD", "SPREAD", "PACK", "STRICT_PACK"],
+        default="STRICT_SPREAD",
+        help="Ray's placement strategy (default: STRICT_SPREAD, a host for each stage)",
+    )
+    parser.add_argument(
+        "-o",
+        "--out",
+        metavar="ROUTE.toml",
+        help="with --ray: write the route there, with the addresses of the stages, now and whenever they change",
+    )
     add_link_arguments(parser)
     add_reserved_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print JSON lines: one for every start and end of a stage")
@@ -70,6 +91,14 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.ray is not None:
+        require_extra("dgr up --ray", "ray", ("ray",))
+        if args.only is not None:
+            raise InputError("--only names stages of this host, --ray places all of them; give one of the two")
+        if args.out is None:
+            raise InputError("--ray needs --out ROUTE.toml: Ray says where the stages are, and clients must be told")
+    elif args.out is not None:
+        raise InputError("--out goes with --ray; without it the stages are where the route file says")
     trio.run(_up, args)
     return 0
 
@@ -133,10 +162,13 @@ async def _up(args: argparse.Namespace) -> None:
             raise InvalidRoute(f"{model} is artifact {found}; the route is for {file.artifact}")
     file.route.check(artifact.hp.n_layers)
     policy = link_policy_of(args, file.tls)
+    if args.threads is not None and args.threads < 1:
+        raise InputError(f"--threads is {args.threads}; a stage computes with one or more")
+    if args.ray is not None:
+        await _up_on_ray(args, file, model, policy)
+        return
     stages = _local(file, args.only)
     threads = max(1, available_cpus() // len(stages)) if args.threads is None else args.threads
-    if threads < 1:
-        raise InputError(f"--threads is {threads}; a stage computes with one or more")
     commands = {}
     for ref in stages:
         stage_model = file.stage_models.get(ref.address, model)
@@ -148,6 +180,30 @@ async def _up(args: argparse.Namespace) -> None:
             refused = await _supervise(commands, _Reporter(len(stages), args.json, activity, manager))
     if refused is not None:
         raise InputError(f"stage {refused.address} ({refused.layers}) refuses its arguments; its own message is above")
+
+
+async def _up_on_ray(args: argparse.Namespace, file: RouteFile, model: Path, policy: LinkPolicy) -> None:
+    from dgr.cli.ray_up import Placement, run_on_ray
+
+    def command(ref: StageRef, threads: int) -> list[str]:
+        stage_model, log = file.stage_models.get(ref.address, model), (args.log, log_format(args.log_format))
+        return stage_command(file, ref, stage_model, threads, args.sessions, policy, *log)[len(python_module("dgr")) :]
+
+    placement = Placement(args.ray, args.ray_strategy, args.threads, Path(args.out))
+    n_stages = len(file.route.stages)
+    async with open_notifier(f"placing {n_stages} stages") as manager:
+        with progress_bar("placing the stages") as activity:
+            report = _Reporter(n_stages, args.json, activity, manager)
+            # Ray prints on standard output what it has to say of other processes.
+            with (
+                contextlib.redirect_stdout(sys.stderr),
+                trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals,
+            ):
+                async with open_nursery() as nursery:
+                    nursery.start_soon(run_on_ray, file, command, placement, report)
+                    async for _ in signals:
+                        break
+                    nursery.cancel_scope.cancel()
 
 
 async def _supervise(commands: Mapping[StageRef, list[str]], report: _Reporter) -> StageRef | None:
@@ -177,6 +233,7 @@ class _Reporter:
     ) -> None:
         self._n_stages, self._as_json, self._activity, self._manager = n_stages, as_json, activity, manager
         self._ready: set[str] = set()
+        self._out = sys.stdout  # what else is printed may be redirected
 
     def __call__(self, ref: StageRef, event: str, **facts: Any) -> None:
         if event == "ready":
@@ -191,7 +248,7 @@ class _Reporter:
         else:
             tail = ", ".join(f"{name} {value}" for name, value in facts.items())
             text = f"stage {ref.address} ({ref.layers}) {event}{': ' if tail else ''}{tail}"
-        say_above(self._activity, text, rest=len(self._ready) == self._n_stages)
+        say_above(self._activity, text, rest=len(self._ready) == self._n_stages, out=self._out)
 
 
 async def _keep(ref: StageRef, command: list[str], report: Callable[..., None]) -> None:
