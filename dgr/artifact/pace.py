@@ -87,17 +87,17 @@ class RoutePace:
         return compute + sum(hop.round_trip / 2 + self._wire(at, sequences) for at, hop in enumerate(self.hops))
 
     def rate(self, cuts: Sequence[LayerRange], sessions: int) -> float:
-        """Tokens a second of ``sessions`` at once, in the number of equal groups that goes best.
+        """Tokens a second of ``sessions`` at once, in the number of groups that goes best, of sizes as equal as may be.
 
-        Groups follow each other around; a round takes as long as one group's ring, or as the slowest stage or link needs for
-        all of them.
+        Groups follow each other around; a round takes as long as the largest group's ring, or as the slowest stage or link
+        needs for all of them.
         """
 
         def round_of(groups: int) -> float:
-            size = -(-sessions // groups)
-            steps = [self.step(index, layers, size) for index, layers in enumerate(cuts)]
-            wires = [self._wire(hop, size) for hop in range(len(self.hops))]
-            return max(self.ring(cuts, size), groups * max(*steps, *wires))
+            sizes = [sessions // groups + (index < sessions % groups) for index in range(groups)]
+            steps = (sum(self.step(index, layers, size) for size in sizes) for index, layers in enumerate(cuts))
+            wires = (sum(self._wire(hop, size) for size in sizes) for hop in range(len(self.hops)))
+            return max(self.ring(cuts, sizes[0]), *steps, *wires)
 
         return sessions / min(round_of(groups) for groups in range(1, sessions + 1))
 

@@ -52,7 +52,7 @@ class HostSpeed(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     format: int
     host: str
     model: str
-    threads: int
+    threads: Positive
     numerics: str
     n_ubatch: int
     #: Tokens that a sequence held when a step of decoding was measured.

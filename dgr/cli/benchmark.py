@@ -29,7 +29,8 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
         "benchmark",
         help="measure how fast this host computes, for dgr plan",
         description="Measure seconds of a decode step and of a prefill chunk by kind of layer, on ranges of four layers at"
-        " most. Run it on every host with what its stage will have (threads, numerics, --ubatch) and with nothing else running.",
+        " most. Run it on every host, with what its stage will have (threads, numerics, --ubatch), and nothing"
+        " else running.",
     )
     parser.add_argument("model", metavar="MODEL", help="the GGUF file, or the first of its parts")
     parser.add_argument("--threads", type=int, default=1, metavar="N", help="compute threads of the stage (default: 1)")
