@@ -7,8 +7,8 @@ import json
 import math
 import random
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
@@ -154,8 +154,7 @@ def test_measured_buffers_count() -> None:
     """Whose compute buffers leave no room for a layer does not get it."""
     even = Costs((1,) * 6, (0,) * 6, 0, 0)
 
-    def choose(*args: Any) -> Plan:
-        return propose_fast(*args, lambda index, layers: len(layers) * (1.0, 9.0)[index], Goal.SLOWEST)
+    choose = partial(propose_fast, seconds=lambda index, layers: len(layers) * (1.0, 9.0)[index], goal=Goal.SLOWEST)
 
     plan = refine(even, 2, [6, 6], lambda layers: 2 if layers.begin == 0 else 0, choose)
     assert [len(stage.layers) for stage in plan.stages] == [4, 2]
