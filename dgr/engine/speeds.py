@@ -131,9 +131,13 @@ def _split(kinds: Sequence[str], times: dict[LayerRange, _Times], size: tuple[in
     for layer in sorted(ones, key=lambda layer: layer in (0, n_layers - 1)):
         by_kind.setdefault(kinds[layer], ones[layer])
     long = max(took, key=len)
-    spare = sum(by_kind[kinds[layer]] for layer in long.layers) - took[long]
-    call = min(max(0.0, spare / (len(long) - 1)), *by_kind.values()) if len(long) > 1 else 0.0
-    layers = {kind: seconds - call for kind, seconds in by_kind.items()}
+    alone = sum(by_kind[kinds[layer]] for layer in long.layers)
+    call, grown = 0.0, 1.0
+    if len(long) > 1 and took[long] <= alone:
+        call = min((alone - took[long]) / (len(long) - 1), *by_kind.values())
+    elif len(long) > 1:
+        grown = took[long] / alone  # a layer alone stays in a cache that is too small for several
+    layers = {kind: (seconds - call) * grown for kind, seconds in by_kind.items()}
 
     def beside(layer: int) -> float:
         return max(0.0, ones[layer] - by_kind[kinds[layer]])

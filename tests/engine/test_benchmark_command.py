@@ -42,6 +42,8 @@ class CostingEngine(LlamaEngine):
 
     clock: Clock
     kinds: Sequence[str]
+    #: By how much a layer takes longer beside others, which share its cache.
+    crowded = 1.0
 
     def run(self, batch: Sequence[Work]) -> list[Output]:
         layers, tokens = self.describe().layers, sum(len(work.tokens) for work in batch)
@@ -50,6 +52,7 @@ class CostingEngine(LlamaEngine):
                 len(present(work.residual)) == 4 * len(work.tokens) * self.describe().width_in if layers.begin else True
             )
         each = sum(LAYER[self.kinds[layer][:3]] for layer in layers.layers)
+        each *= self.crowded if len(layers) > 1 else 1.0
         ends = HEAD * (layers.begin == 0) + TAIL * (layers.end == len(self.kinds))
         self.clock.now += CALL + tokens * (each + ends)
         return [Output(work.slot) for work in batch]
@@ -88,6 +91,15 @@ def test_what_ranges_took_is_split_as_it_was_made_up(
         whole = CALL + sum(LAYER[kinds[layer][:3]] for layer in range(begin, end))
         whole += HEAD * (begin == 0) + TAIL * (end == layers)
         assert stage_seconds(speed, kinds, LayerRange(begin, end)) == pytest.approx(whole)
+
+
+def test_layers_that_are_slower_beside_others_are_taken_so(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CostingEngine, "crowded", 2.0)
+    artifact = Artifact.open(tiny)
+    kinds = layer_kinds(artifact)
+    speed, _ = _measured(artifact, monkeypatch)
+    has = stage_seconds(speed, kinds, LayerRange(10, 30))
+    assert has == pytest.approx(2 * sum(LAYER[kinds[layer][:3]] for layer in range(10, 30)), rel=0.05)
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3])

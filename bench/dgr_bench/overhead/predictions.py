@@ -304,10 +304,10 @@ def _predictions(args: argparse.Namespace) -> Predictions:
     plan = PredictionsPlan(
         name="plan, quick" if args.quick else "plan",
         splits=tuple(",".join(str(layers) for layers in cut_at(n_layers, [cut])) for cut in cuts),
-        delays_ms=(2,) if args.quick else (0, 10, 40),
+        delays_ms=(2,) if args.quick else (0, 20),
         sessions=2 if args.quick else 4,
         tokens=16 if args.quick else 64,
-        prompt=64 if args.quick else 1024,
+        prompt=64 if args.quick else 512,
         chunk=32 if args.quick else 128,
         rounds=1 if args.quick else 3,
         judged=not args.quick,
