@@ -7,7 +7,8 @@ for the next stage when its call ends. A hop takes half a round trip, and the ti
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from attrs import frozen
 
@@ -94,10 +95,15 @@ class RoutePace:
         """
 
         def round_of(groups: int) -> float:
-            sizes = [sessions // groups + (index < sessions % groups) for index in range(groups)]
-            steps = (sum(self.step(index, layers, size) for size in sizes) for index, layers in enumerate(cuts))
-            wires = (sum(self._wire(hop, size) for size in sizes) for hop in range(len(self.hops)))
-            return max(self.ring(cuts, sizes[0]), *steps, *wires)
+            size, larger = divmod(sessions, groups)
+
+            def of_all(seconds: Callable[[int], float]) -> float:
+                """Of all groups: ``larger`` of them have one session more."""
+                return (groups - larger) * seconds(size) + (larger * seconds(size + 1) if larger else 0.0)
+
+            steps = (of_all(partial(self.step, index, layers)) for index, layers in enumerate(cuts))
+            wires = (of_all(partial(self._wire, hop)) for hop in range(len(self.hops)))
+            return max(self.ring(cuts, size + bool(larger)), *steps, *wires)
 
         return sessions / min(round_of(groups) for groups in range(1, sessions + 1))
 

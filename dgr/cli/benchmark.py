@@ -11,6 +11,7 @@ import msgspec
 from dgr.artifact.artifact import Artifact
 from dgr.artifact.speeds import HostSpeed
 from dgr.cli.progress import progress_bar
+from dgr.cli.streams import print_json
 from dgr.cli.tables import render_table
 from dgr.core.files.outputs import write_file
 from dgr.core.files.targets import find_target
@@ -73,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
         speed = measure_speed(artifact, context, SpeedPlan(args.threads, sequences, args.depth), progress)
     text = msgspec.json.format(msgspec.json.encode(speed)).decode() + "\n"
     if args.json:
-        print(msgspec.json.encode(speed).decode())
+        print_json(msgspec.to_builtins(speed))
     else:
         print(_table(speed))
     if target is not None:

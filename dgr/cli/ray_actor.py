@@ -19,6 +19,7 @@ from typing import IO, Any
 
 import ray
 
+from dgr.cli.children import python_module
 from dgr.cli.exit_codes import BAD_INPUT
 from dgr.errors import InputError
 
@@ -46,7 +47,7 @@ class StageActor:
         addresses = [f"--listen={self._host}:{port}"]
         if self._metrics is not None:
             addresses.append(f"--metrics={self._metrics}")
-        words = [sys.executable, "-P", "-m", "dgr", *command, *addresses]
+        words = python_module("dgr", *command, *addresses)
         self._process, ready = self._started(
             words, again=bool(ray.get_runtime_context().was_current_actor_reconstructed)
         )

@@ -10,7 +10,6 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 
-import numpy as np
 from attrs import frozen
 from msgspec.structs import replace
 
@@ -22,6 +21,7 @@ from dgr.core.values import ContextParams, LogitsWanted, SamplingParams
 from dgr.engine.base import Output, ShardEngine, Work
 from dgr.engine.llama import LlamaEngine
 from dgr.errors import InputError
+from dgr.text import utf8
 
 __all__ = ["SpeedPlan", "measure_speed"]
 
@@ -91,8 +91,8 @@ def measure_speed(
     decode, prefill = (tuple(_split(kinds, times, size) for size in some) for some in sizes)
     return HostSpeed(
         format=FORMAT,
-        host=platform.node() or "this host",
-        model=artifact.file.path.name,
+        host=utf8(platform.node()) or "this host",
+        model=utf8(artifact.file.path.name),
         threads=plan.threads,
         numerics=context.numerics.value,
         n_ubatch=context.n_ubatch,
@@ -148,6 +148,8 @@ def _split(kinds: Sequence[str], times: dict[LayerRange, _Times], size: tuple[in
 
 def _timed(engine: ShardEngine, plan: SpeedPlan, chunks: Sequence[int]) -> _Times:
     """Medians of the steps and chunks of one range."""
+    import numpy as np  # not for whoever only asks for help
+
     about = engine.describe()
     noise = np.random.default_rng(0)
     is_tail = about.layers.end == about.n_layers

@@ -118,7 +118,7 @@ async def test_what_could_not_be_told_is_told_later(
         await trio.sleep(100)
         notifier.ready("serves")
         manager = Manager(path)
-        await trio.sleep(1)
+        await trio.sleep(2.5)
         manager.listen()
         manager.close()
     assert {"READY=1", "STATUS=serves"} <= {*manager.heard}
@@ -191,6 +191,7 @@ def test_a_stage_tells_its_manager(small: Path) -> None:
         manager.close()
 
 
+@pytest.mark.slow
 def test_a_set_of_stages_is_ready_when_all_are(manager: Manager, small: Path, tmp_path: Path) -> None:
     file = write_route(tmp_path / "route.toml", small, ("0:3", "3:7"), n_ctx=64, n_batch=32, n_ubatch=32)
     _lived(manager, _started(manager, "up", str(file.path), "--threads=1"), children=2)

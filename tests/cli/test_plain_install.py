@@ -69,11 +69,13 @@ print(needs)
 HTTP = {"anycorn", "deepseek_recipe", "prometheus_client", "starlette"}
 
 
-def test_every_module_is_imported_but_those_of_the_http_extra() -> None:
+def test_every_module_is_imported_but_those_of_the_extras_for_http_and_ray() -> None:
     done = run_plainly(IMPORT_ALL)
     assert done.stderr == ""
     needs = ast.literal_eval(done.stdout)
     folders = ("dgr.serving.api.", "dgr.serving.http.", "dgr.serving.monitor.")
+    assert {module for module in needs if module.startswith("dgr.cli.")} == {"dgr.cli.ray_actor", "dgr.cli.ray_up"}
+    assert {needs.pop("dgr.cli.ray_actor"), needs.pop("dgr.cli.ray_up")} == {"ray"}
     assert all(module.startswith(folders) and needed in HTTP for module, needed in needs.items()), needs
 
 

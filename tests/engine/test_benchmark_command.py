@@ -72,6 +72,15 @@ def _measured(artifact: Artifact, monkeypatch: pytest.MonkeyPatch) -> tuple[Host
     return measure_speed(artifact, context, SpeedPlan(sequences=(1, 3), depth=8), open_engine=opened), ranges
 
 
+@pytest.fixture(scope="module")
+def host(small: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file of a host."""
+    path = tmp_path_factory.mktemp("speeds") / "host.json"
+    with pytest.MonkeyPatch.context() as patch:
+        path.write_bytes(msgspec.json.encode(_measured(Artifact.open(small), patch)[0]))
+    return path
+
+
 @pytest.mark.parametrize("layers", [7, 43])
 def test_what_ranges_took_is_split_as_it_was_made_up(
     layers: int, small: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch
@@ -154,11 +163,7 @@ def test_a_host_is_measured_and_a_plan_made_of_it(small: Path, tmp_path: Path, c
         (("--speeds", "{host}", "--stages", "2", "--numerics", "native"), "was measured with exact numerics"),
     ],
 )
-def test_bad_asks_of_a_plan(
-    flags: tuple[str, ...], message: str, small: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    host = tmp_path / "host.json"
-    host.write_bytes(msgspec.json.encode(_measured(Artifact.open(small), monkeypatch)[0]))
+def test_bad_asks_of_a_plan(flags: tuple[str, ...], message: str, small: Path, host: Path, capsys: Capture) -> None:
     assert main(["plan", str(small), "--ctx", "512", *(flag.format(host=host) for flag in flags)]) == 2
     assert message in capsys.readouterr().err
 
