@@ -55,6 +55,8 @@ class Pace:
     #: Of each stage, head first: a decode step alone, and a chunk.
     decode: tuple[float, ...]
     chunk: tuple[float, ...]
+    #: Tokens of such a chunk.
+    chunk_tokens: int
 
 
 @frozen
@@ -140,4 +142,5 @@ class RoutePace:
             first_token=self.first_token(cuts, load.prompt, load.chunk),
             decode=tuple(self.step(index, layers, 1) for index, layers in enumerate(cuts)),
             chunk=tuple(self.chunk(index, layers, min(load.chunk, load.prompt)) for index, layers in enumerate(cuts)),
+            chunk_tokens=min(load.chunk, load.prompt),
         )

@@ -231,7 +231,8 @@ def _words(args: argparse.Namespace, predicted: Pace) -> str:
     many = f"; {args.sessions} sessions together {predicted.tokens_per_second:.1f}" if args.sessions > 1 else ""
     return (
         f"\npredicted: {1 / predicted.ring:.1f} tokens/s of one session (a ring of {1e3 * predicted.ring:.1f} ms){many};"
-        f" first token of a prompt of {args.prompt} after {predicted.first_token:.2f} s"
+        f" first token of a prompt of {args.prompt} after {predicted.first_token:.2f} s, in"
+        f" chunks of {predicted.chunk_tokens}"
     )
 
 
