@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import trio
 
 from dgr.artifact.artifact import Artifact
+from dgr.cli.notify import open_notifier
 from dgr.cli.options import add_context_arguments, add_link_arguments, context_of, link_policy_of, require_extra
 from dgr.cli.progress import progress_bar, silent_bar
 from dgr.cli.streams import print_json, until_input_ends
@@ -104,6 +105,7 @@ async def _stage(args: argparse.Namespace) -> None:
     # The port is taken before the weights are read: a wrong address shows at once.
     listeners = await listen(args.listen, credentials=policy.credentials, allow_plain=policy.allow_plain)
     async with AsyncExitStack() as stack:
+        manager = await stack.enter_async_context(open_notifier(f"loading layers {layers}"))
         certificates = sources_of(policy.credentials)
         monitor, metrics = await _open_monitor(stack, args.metrics, certificates)
         engine = await trio.to_thread.run_sync(_load, args, layers)
@@ -119,9 +121,12 @@ async def _stage(args: argparse.Namespace) -> None:
                 monitor.opened(shard, server)
             with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
                 _announce(args, listeners, engine, metrics)  # from here on a signal is an orderly end
+                manager.ready(f"serves layers {layers}")
                 by_signal = await _until_told(args, signals)
                 if by_signal and args.drain:
+                    manager.status("draining")
                     await _drain(shard, args.drain, signals)
+            manager.stopping()
             if monitor is not None:
                 monitor.ending()
             engine.abort()  # a step under way ends early

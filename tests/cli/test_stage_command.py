@@ -192,6 +192,7 @@ FAR = '[[stage]]\naddress = "192.0.2.1:7701"\nlayers = "0:7"\n'
         (STAGE, ("--model", "SMALL", "--threads", "0"), "--threads is 0"),
         (STAGE, ("--model", "SMALL", "--frozen-after", "0"), "--frozen-after is 0 seconds"),
         (STAGE, ("--model", "SMALL", "--settle", "nan"), "--settle is nan seconds"),
+        (STAGE, ("--model", "SMALL", "--out", "live.toml"), "--out goes with --ray"),
         (f'{STAGE}metrics = "9701"', ("--model", "SMALL"), "metrics: address '9701' is not HOST:PORT"),
         (f'{STAGE}metrics = "127.0.0.1:0"', ("--model", "SMALL"), "give a port that a scraper can be told of, not 0"),
     ],
@@ -203,6 +204,27 @@ def test_what_up_refuses(
     assert result.code == 2
     assert message in result.err
     assert result.out == ""
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            ("--only", "127.0.0.1:7701", "--out", "live.toml"),
+            "--only names stages of this host, --ray places all of them",
+        ),
+        ((), "--ray needs --out ROUTE.toml"),
+        (("--out", "live.toml"), "install dgr with its extra `ray` (pip install 'dgr[ray]')"),
+    ],
+)
+def test_what_up_refuses_of_ray(
+    flags: tuple[str, ...], message: str, run: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    present = "install" not in message
+    monkeypatch.setattr("dgr.cli.options._lacks", lambda name: not present)
+    result = run("up", _route(tmp_path, STAGE), "--ray", "127.0.0.1:1", *flags)
+    assert result.code == 2
+    assert message in result.err
 
 
 def test_up_gives_every_stage_what_the_route_says(small: Path, tmp_path: Path) -> None:
