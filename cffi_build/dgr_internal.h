@@ -106,9 +106,9 @@ void check_metadata(const char * path, int32_t layer_begin, int32_t layer_end);
 // Bytes that the tensors of a model take in their buffers.
 uint64_t tensor_bytes(const llama_model & model);
 
-// Fetches the tensors that lie in host memory, on n_threads threads, and keeps them there; other tensors of a mapped file
-// are left alone.
-void make_resident(const llama_model & model, bool prefetch, bool lock, int32_t n_threads);
+// What of a mapped file is in memory becomes the tensors that are used there, and nothing else; with `prefetch` all of them
+// at once, on n_threads threads. `lock` keeps tensors in host memory where they are.
+void make_resident(const llama_model & model, bool mapped, bool prefetch, bool lock, int32_t n_threads);
 
 //
 // state

@@ -230,7 +230,7 @@ static std::unique_ptr<dgr_stage> open_stage(const char * path, const dgr_stage_
     stage->is_mapped         = p.use_mmap && !p.dry_run;
     if (!p.dry_run) {
         check_hash_routing(path, *stage->model);
-        make_resident(*stage->model, p.use_mmap && p.prefetch, p.lock, p.n_threads);
+        make_resident(*stage->model, p.use_mmap, p.prefetch, p.lock, p.n_threads);
     }
 
     stage->ctx = make_context(path, p, *stage);

@@ -98,6 +98,37 @@ void lock_all(const std::vector<range> & ranges) {
     }
 }
 
+// Lets go of the pages of mapped buffers between the tensors that are used where they are mapped: those of other layers, and
+// of tensors that were repacked into a buffer of their own.
+void drop_others(const llama_model & model, const std::vector<range> & ranges) {
+    std::vector<range> buffers;
+    for (const auto & [name, tensor] : model.tensors_by_name) {
+        if (tensor->buffer && std::string(ggml_backend_buffer_name(tensor->buffer)) == "CPU_Mapped") {
+            const auto base = (uintptr_t) ggml_backend_buffer_get_base(tensor->buffer);
+            buffers.push_back({ base, base + ggml_backend_buffer_get_size(tensor->buffer) });
+        }
+    }
+    const auto less = [](const range & a, const range & b) { return a.begin < b.begin; };
+    std::sort(buffers.begin(), buffers.end(), less);
+    uintptr_t done = 0;
+    for (const range & buffer : buffers) {
+        if (buffer.begin < done) {
+            continue; // of another tensor in it
+        }
+        const uintptr_t page = sysconf(_SC_PAGESIZE);
+        uintptr_t at         = (buffer.begin + page - 1) / page * page;
+        done                 = buffer.end;
+        for (const range & r : ranges) {
+            if (r.end > buffer.begin && r.begin < buffer.end) {
+                if (at < r.begin) {
+                    madvise((void *) at, r.begin - at, MADV_DONTNEED);
+                }
+                at = std::max(at, r.end);
+            }
+        }
+    }
+}
+
 } // namespace
 
 uint64_t tensor_bytes(const llama_model & model) {
@@ -108,12 +139,12 @@ uint64_t tensor_bytes(const llama_model & model) {
     return sum;
 }
 
-void make_resident(const llama_model & model, bool prefetch, bool lock, int32_t n_threads) {
-    if (!prefetch && !lock) {
-        return;
-    }
+void make_resident(const llama_model & model, bool mapped, bool prefetch, bool lock, int32_t n_threads) {
     const std::vector<range> ranges = pages_of(model);
-    if (prefetch) {
+    if (mapped) {
+        drop_others(model, ranges);
+    }
+    if (mapped && prefetch) {
         fetch_all(ranges, n_threads);
     }
     if (lock) {
