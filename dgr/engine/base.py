@@ -7,7 +7,7 @@ this module is specific to one architecture.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 from attrs import frozen
@@ -143,13 +143,13 @@ class WorksInPieces(Protocol):
     Each piece takes some milliseconds and is a call of the engine, by its one owner; other slots may run in between.
     """
 
-    def state_pieces(self, slot: int) -> Iterator[StateSummary | None]:
+    def state_pieces(self, slot: int) -> Generator[StateSummary | None, None, None]:
         """:meth:`ShardEngine.state_summary`, which comes last; None before.
 
         It is of one moment: raises :class:`~dgr.errors.InputError` when the slot itself does not stand still.
         """
         ...
 
-    def close_pieces(self, slot: int) -> Iterator[None]:
+    def close_pieces(self, slot: int) -> Generator[None, None, None]:
         """:meth:`ShardEngine.close`; before the end the slot takes no work."""
         ...

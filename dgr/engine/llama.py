@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -351,7 +351,7 @@ class LlamaEngine(NativeHandle):
         self._check_slot(slot)
         self._native.check(self._native.lib.dgr_stage_clear(self._handle, slot), f"clearing slot {slot}")
 
-    def close_pieces(self, slot: int) -> Iterator[None]:
+    def close_pieces(self, slot: int) -> Generator[None, None, None]:
         self._check_slot(slot)
         done, what = self._native.ffi.new("bool *"), f"clearing slot {slot}"
         while True:
@@ -397,7 +397,7 @@ class LlamaEngine(NativeHandle):
                 return summary
         raise AssertionError("the last piece is the summary")
 
-    def state_pieces(self, slot: int) -> Iterator[StateSummary | None]:
+    def state_pieces(self, slot: int) -> Generator[StateSummary | None, None, None]:
         self._check_slot(slot)
         native = self._native
         reader, out = native.ffi.new("dgr_summary_reader **"), native.ffi.new("dgr_state_summary *")

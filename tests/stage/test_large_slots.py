@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 
 import pytest
 import trio
@@ -26,13 +26,13 @@ class LargeEngine(FakeEngine):
         self.calls.append("run")
         return super().run(batch)
 
-    def state_pieces(self, slot: int) -> Iterator[StateSummary | None]:
+    def state_pieces(self, slot: int) -> Generator[StateSummary | None, None, None]:
         for _ in range(_PIECES):
             self.calls.append("read")
             yield None
         yield self.state_summary(slot)
 
-    def close_pieces(self, slot: int) -> Iterator[None]:
+    def close_pieces(self, slot: int) -> Generator[None, None, None]:
         for _ in range(_PIECES):
             self.calls.append("clear")
             yield
@@ -42,11 +42,11 @@ class LargeEngine(FakeEngine):
 class HastyEngine(LargeEngine):
     """Takes no turns: the mutant that the test must catch."""
 
-    def state_pieces(self, slot: int) -> Iterator[StateSummary | None]:
+    def state_pieces(self, slot: int) -> Generator[StateSummary | None, None, None]:
         self.calls += ["read"] * _PIECES
         yield self.state_summary(slot)
 
-    def close_pieces(self, slot: int) -> Iterator[None]:
+    def close_pieces(self, slot: int) -> Generator[None, None, None]:
         self.calls += ["clear"] * _PIECES
         self.close(slot)
         yield from ()
