@@ -161,7 +161,8 @@ def test_one_waits_for_the_other(tmp_path: Path, caplog: pytest.LogCaptureFixtur
 
 def test_a_lock_of_a_file_that_was_removed_is_none(tmp_path: Path) -> None:
     """Three in a row: whoever waits behind the first must not work beside the one who comes when that has gone."""
-    path, running, most = tmp_path / "x.lock", [], [0]
+    path, most = tmp_path / "x.lock", [0]
+    running: list[None] = []
 
     def work() -> None:
         for _ in range(40):

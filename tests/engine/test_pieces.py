@@ -59,9 +59,13 @@ def test_other_slots_run_between_the_pieces(engine: InspectedEngine, prompt: Pro
 
 def test_a_slot_that_does_not_stand_still_has_no_summary(engine: InspectedEngine, prompt: Prompt) -> None:
     engine.run([Work(1, 0, prompt(300))])
-    with pytest.raises(InputError, match="slot 1 does not stand still: ask for its state when it is idle"):
+
+    def read_a_busy_slot() -> None:
         for at, _ in enumerate(engine.state_pieces(1)):
             engine.run([Work(1, 300 + at, prompt(1))])
+
+    with pytest.raises(InputError, match="slot 1 does not stand still: ask for its state when it is idle"):
+        read_a_busy_slot()
 
 
 def test_a_slot_that_moved_once_is_read_again(engine: InspectedEngine, prompt: Prompt) -> None:
