@@ -15,22 +15,28 @@ static void zero_rows(const ggml_tensor * tensor, int32_t slot, uint32_t begin, 
     }
 }
 
-// Frees the cells, and clears what every token changes: the window and the rings.
+// llama.cpp keeps book of every token, in trees: freeing one takes about as long as clearing so many bytes.
+constexpr uint64_t CELL_BYTES = 2048;
+
+static llama_kv_cache_dsv4 & cache_of(const dgr_stage & stage) {
+    auto * cache = dynamic_cast<llama_kv_cache_dsv4 *>(llama_get_memory(stage.ctx.get()));
+    if (!cache) {
+        fail(DGR_ERR_INTERNAL, "the context has no DeepSeek V4 cache");
+    }
+    return *cache;
+}
+
+// Clears what every token changes: the window and the rings.
 static void begin_clearing(dgr_stage & stage, int32_t slot) {
     llama_synchronize(stage.ctx.get()); // what failed half way may still write
     dgr_stage::clearing & to_do = stage.clearings[slot];
-    to_do.tokens                = std::max(stage.entered[slot], (uint32_t) position(stage, slot));
+    to_do.cells                 = std::max<uint32_t>(1, position(stage, slot));
+    to_do.tokens                = std::max(stage.entered[slot], to_do.cells);
     stage.lost[slot]            = true; // until all of it is zero
     ++stage.changes[slot];
 
-    auto * cache = dynamic_cast<llama_kv_cache_dsv4 *>(llama_get_memory(stage.ctx.get()));
-    if (!cache || !cache->get_raw()->seq_rm(slot, -1, -1)) {
-        fail(DGR_ERR_INTERNAL, "llama.cpp did not clear slot %d", slot);
-    }
-    for (llama_kv_cache * compressed : { cache->get_csa(), cache->get_hca(), cache->get_lid() }) {
-        compressed->seq_rm(slot, -1, -1);
-    }
-    for (llama_dsv4_comp_state * ring : { cache->get_csa_state(), cache->get_hca_state(), cache->get_lid_state() }) {
+    const llama_kv_cache_dsv4 & cache = cache_of(stage);
+    for (llama_dsv4_comp_state * ring : { cache.get_csa_state(), cache.get_hca_state(), cache.get_lid_state() }) {
         ring->clear(slot, /*data =*/true);
     }
     for (const auto & layer : stage.components[DGR_RAW_SWA].layers) {
@@ -39,10 +45,29 @@ static void begin_clearing(dgr_stage & stage, int32_t slot) {
     to_do.under_way = true;
 }
 
-// Clears about n_bytes more of the compressed rows; whether that was all.
+// Frees the cells of the last tokens that are left, as many as n_bytes stand for. The window's are gone long before the
+// others, so that llama.cpp then knows no position any more: only our own count tells the end.
+static uint64_t free_cells(dgr_stage & stage, int32_t slot, uint64_t n_bytes) {
+    const llama_kv_cache_dsv4 & cache = cache_of(stage);
+    uint32_t & left                   = stage.clearings[slot].cells;
+    const uint64_t n                  = std::min<uint64_t>(left, std::max<uint64_t>(1, n_bytes / CELL_BYTES));
+    left -= (uint32_t) n;
+    if (!cache.get_raw()->seq_rm(slot, left > 0 ? (llama_pos) left : -1, -1)) {
+        fail(DGR_ERR_INTERNAL, "llama.cpp did not clear slot %d", slot);
+    }
+    return n * CELL_BYTES;
+}
+
+// Frees and clears about n_bytes more; whether that was all.
 static bool clear_more(dgr_stage & stage, int32_t slot, uint64_t n_bytes) {
     dgr_stage::clearing & to_do = stage.clearings[slot];
     uint64_t done               = 0;
+    while (to_do.cells > 0) {
+        if (done >= n_bytes) {
+            return false;
+        }
+        done += free_cells(stage, slot, n_bytes - done);
+    }
     for (; to_do.component < stage.components.size(); ++to_do.component, to_do.layer = 0) {
         const component & c = stage.components[to_do.component];
         if (c.ratio <= 1) {

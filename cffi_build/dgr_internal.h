@@ -173,10 +173,11 @@ struct dgr_stage {
     std::vector<bool> lost;        // slots that native code left in an unknown state
     std::vector<uint32_t> entered; // per slot: most tokens it was given since it was cleared, also in runs that failed
     std::vector<uint64_t> changes; // per slot: grows with every change of what it holds
-    // How far the clearing of a slot is: component, its layer, and the next row of it.
+    // How far the clearing of a slot is: its cells, then component, its layer, and the next row of it.
     struct clearing {
         bool under_way   = false;
         uint32_t tokens  = 0; // whose rows are to be cleared
+        uint32_t cells   = 0; // that are to be freed
         size_t component = 0;
         size_t layer     = 0;
         uint32_t row     = 0;

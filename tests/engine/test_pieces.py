@@ -87,16 +87,27 @@ def test_a_slot_takes_no_work_before_it_is_clear(engine: InspectedEngine, prompt
     pieces = 0
     for _ in engine.close_pieces(1):
         pieces += 1
-        assert engine.position(1) == 0
+        assert engine.position(1) < 300
         with pytest.raises(InputError, match="slot 1 was lost in an earlier run: clear it first"):
             engine.run([Work(1, 0, prompt(3))])
         engine.run([Work(2, pieces - 1, prompt(1))])
     assert pieces > 2
+    assert engine.position(1) == 0
     assert engine.image(0) == before
     for (component, layer), data in engine.image(1).items():
         empty = b"\xff" if (component, layer) == (Component.RAW_SWA, -1) else b"\0"
         assert data == empty * len(data), (component, layer)
     engine.run([Work(1, 0, prompt(3))])
+
+
+def test_a_slot_that_was_full_is_as_large_as_before(engine: InspectedEngine, prompt: Prompt) -> None:
+    """Cells are freed from the end; those of the window are gone long before the others."""
+    for _ in range(2):
+        for begin in range(0, CONTEXT.n_ctx, 512):
+            engine.run([Work(1, begin, prompt(512))])
+        assert engine.position(1) == CONTEXT.n_ctx
+        assert len(list(engine.close_pieces(1))) > 100
+        assert engine.position(1) == 0
 
 
 def test_what_a_reader_waits_for_may_be_stopped(engine: InspectedEngine, prompt: Prompt) -> None:
