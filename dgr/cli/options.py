@@ -96,6 +96,7 @@ def add_context_arguments(parser: argparse.ArgumentParser) -> None:
         "--memory", metavar="SIZE", help="refuse what takes more: bytes, 24GiB, or 50%% of what is usable"
     )
     parser.add_argument("--mmap", action="store_true", help="map the model file instead of reading the owned tensors")
+    parser.add_argument("--mlock", action="store_true", help="lock the owned tensors in memory")
     add_reserved_arguments(parser)
 
 

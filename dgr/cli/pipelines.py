@@ -40,6 +40,7 @@ def open_local(
         context=context_of(args),
         threads=args.threads,
         mmap=args.mmap,
+        mlock=args.mlock,
         memory_budget=args.memory,
         chunk=args.chunk,
         chunk_seconds=args.chunk_seconds,

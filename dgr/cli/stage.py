@@ -159,7 +159,7 @@ def _load(args: argparse.Namespace, layers: LayerRange) -> LlamaEngine:
     with showing("reading the weights") as progress:
         artifact.verify_weights(layers, progress)
     with showing("loading the weights"):
-        return LlamaEngine(artifact, layers, context, threads=args.threads, mmap=args.mmap)
+        return LlamaEngine(artifact, layers, context, threads=args.threads, mmap=args.mmap, mlock=args.mlock)
 
 
 def _announce(
