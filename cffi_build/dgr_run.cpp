@@ -154,7 +154,8 @@ static void decode(dgr_stage & stage, const dgr_run & run) {
     int32_t rc;
     std::string reason;
     try {
-        rc     = llama_process(stage.ctx.get(), LLAMA_PROCESS_TYPE_DECODE, stage.batch.get());
+        rc = llama_process(stage.ctx.get(), LLAMA_PROCESS_TYPE_DECODE, stage.batch.get());
+        llama_synchronize(stage.ctx.get()); // a device may still compute, and fail
         reason = stage.aborted ? "the stage was aborted" : why.text("no reason given");
     } catch (const std::exception & e) {
         rc     = INT32_MIN;
@@ -162,6 +163,9 @@ static void decode(dgr_stage & stage, const dgr_run & run) {
     } catch (...) {
         rc     = INT32_MIN;
         reason = "an exception of unknown type";
+    }
+    if (rc == 0 && stage.aborted) {
+        rc = 2; // devices do not ask whether to go on: the run came to its end, and fails all the same
     }
     switch (rc) {
         case 0: return;
@@ -244,6 +248,7 @@ int32_t dgr_stage_clear(dgr_stage * stage, int32_t slot) {
         if (stage->dry_run) {
             dgr::refuse("the stage was opened with dry_run: it holds no state");
         }
+        llama_synchronize(stage->ctx.get()); // what a failed run left on a device may still write
         if (!llama_memory_seq_rm(llama_get_memory(stage->ctx.get()), slot, -1, -1)) {
             dgr::fail(DGR_ERR_INTERNAL, "llama.cpp did not clear slot %d", slot);
         }

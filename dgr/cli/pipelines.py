@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 
-from dgr.cli.options import context_of
+from dgr.cli.options import context_of, placement_of
 from dgr.client.pipeline import Pipeline
 from dgr.cluster.local import open_pipeline
 from dgr.cluster.route_file import RouteFile, read_route_file
@@ -40,6 +40,7 @@ def open_local(
         threads=args.threads,
         mmap=args.mmap,
         memory_budget=args.memory,
+        placement=placement_of(args),
         chunk=args.chunk,
         chunk_seconds=args.chunk_seconds,
         on_shard=on_shard,
