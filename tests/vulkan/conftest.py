@@ -45,11 +45,15 @@ def five(device: Device) -> Path:
 
 @pytest.fixture
 def alone() -> Callable[..., Any]:
-    """``alone(script, **environment)``: what a script prints as JSON, in a process of its own that sees other devices."""
+    """``alone(script, **environment)``: what a script prints as JSON, in a process of its own that sees other devices.
+
+    A variable that is empty is unset.
+    """
 
     def run(script: str, *arguments: object, **environment: str) -> Any:
         command = [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)]
-        done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=500)
+        merged = {name: value for name, value in (os.environ | environment).items() if value}
+        done = subprocess.run(command, env=merged, capture_output=True, text=True, timeout=200)
         assert done.returncode == 0, f"exit status {done.returncode}\n{done.stderr[-3000:]}"
         return json.loads(done.stdout.splitlines()[-1])
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 from fixture_types import Prompt
-from msgspec.structs import replace
 from vulkan.lane import NATIVE
 
 from dgr.artifact.artifact import Artifact
@@ -19,9 +18,8 @@ from dgr.core.route import LayerRange
 from dgr.engine.base import MemoryReport
 from dgr.engine.devices import Device, Placement
 from dgr.engine.llama import LlamaEngine, estimate_memory
-from dgr.errors import BudgetExceeded, InputError
+from dgr.errors import InputError
 from dgr.selftest.chain import Chain
-from dgr.selftest.fixture import cached_fixture
 from dgr.v4.state_map import ContextShape, state_map
 
 pytestmark = pytest.mark.vulkan
@@ -46,9 +44,9 @@ def test_state_and_layers_lie_on_the_device(five: Path, layers: str) -> None:
         formula = state_map(Artifact.open(five).hp, owned, ContextShape(256, 64, 2)).total_bytes
         assert held.state == sum(memory.state.values()) == formula
         embeddings = 4 * 64 * 512 if owned.begin == 0 else 0
-        assert memory.weights - held.weights == embeddings
-        assert (estimate.weights, estimate.state, estimate.devices) == (memory.weights, memory.state, memory.devices)
-        assert 0 <= memory.compute - estimate.compute < ROUNDING
+        assert 0 <= memory.weights - held.weights - embeddings < ROUNDING
+        assert (estimate.state, estimate.devices) == (memory.state, memory.devices)
+        assert 0 <= memory.host - estimate.host < ROUNDING
         assert memory.host == memory.total - held.total
         line = engine.describe().devices[0]
         assert line.startswith("Vulkan0 ")
@@ -102,7 +100,7 @@ TWO_DEVICES = """
     for names in (("Vulkan0",), None):
         engine = LlamaEngine(model, layers, native, placement=Placement(names))
         held = {name: device.weights for name, device in engine.memory().devices.items()}
-        rows = Chain([engine]).feed(some_tokens(40, 512, 1), chunk=32).hex() if layers.begin == 0 else ""
+        rows = Chain([engine]).feed(some_tokens(16, 512, 1), chunk=8).hex() if len(layers) == 5 else ""
         found["one" if names else "two"] = [held, rows, list(engine.describe().devices)]
         engine.stop()
     print(json.dumps(found))
@@ -114,11 +112,12 @@ def shared(held: Mapping[str, int]) -> bool:
     return len(held) == 2 and max(held.values()) < 0.75 * sum(held.values())
 
 
-@pytest.mark.parametrize("layers", ["0:7", "0:4", "4:7"])
-def test_two_devices_share_what_a_stage_owns(alone: Callable[..., Any], layers: str) -> None:
+@pytest.mark.parametrize("layers", ["0:5", "0:4", "2:5"])
+def test_two_devices_share_what_a_stage_owns(five: Path, alone: Callable[..., Any], layers: str) -> None:
     """The same software device twice. Any range, not only the whole model, and with the bits of one device."""
-    two = {"GGML_VK_VISIBLE_DEVICES": "0,0", "GGML_VK_DISABLE_ASYNC": "1"}
-    found = alone(TWO_DEVICES, cached_fixture("f32", layers=7), layers, **two)
+    # With events between its queues, or with submissions one by one, lavapipe waits for ever.
+    two = {"GGML_VK_VISIBLE_DEVICES": "0,0", "GGML_VK_DISABLE_ASYNC": "1", "GGML_VK_SERIALIZE_SUBMISSIONS": ""}
+    found = alone(TWO_DEVICES, five, layers, **two)
     (held_by_one, rows_of_one, _), (held_by_two, rows_of_two, devices) = found["one"], found["two"]
     assert shared(held_by_two)
     assert not shared(held_by_one)
@@ -165,13 +164,6 @@ def test_a_device_that_is_not_there_is_refused_with_those_that_are(five: Path, d
 def test_a_device_tells_its_memory(device: Device) -> None:
     assert device.name == "Vulkan0"
     assert 0 < device.memory_free <= device.memory_total
-
-
-def test_what_does_not_fit_the_device_is_a_matter_of_memory(five: Path, device: Device) -> None:
-    context = replace(NATIVE, n_ctx=1 << 20, n_seq_max=128)
-    assert estimate_memory(five, None, context).devices["Vulkan0"].total > device.memory_total
-    with pytest.raises(BudgetExceeded):
-        LlamaEngine(five, None, context)
 
 
 def test_a_stage_says_where_it_computes(five: Path) -> None:

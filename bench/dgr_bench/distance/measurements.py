@@ -57,7 +57,7 @@ class Distance(msgspec.Struct, frozen=True, kw_only=True):
     """How far the rows of one way to run are from those of exact numerics on one thread, in the order of the tokens."""
 
     model: str
-    variant: str
+    way: str
     devices: list[str]
     #: Largest difference of a logit in the row.
     difference: list[float]
@@ -148,7 +148,7 @@ class _Reference:
 
 
 def distance_units(plan: DistancePlan, model: str, open_model: Callable[[], Artifact], context: ContextParams) -> Group:
-    """Units ``distance/MODEL/VARIANT`` that share the rows of the reference."""
+    """Units ``distance/MODEL/WAY`` that share the rows of the reference."""
     context = replace(context, n_ctx=plan.tokens, n_batch=plan.chunk, n_ubatch=max(32, plan.chunk), n_seq_max=1)
     context = replace(context, n_batch=max(context.n_batch, context.n_ubatch))
 
@@ -171,7 +171,7 @@ def distance_units(plan: DistancePlan, model: str, open_model: Callable[[], Arti
         difference, divergence, same_top = distance_of(exact.rows, rows)
         return Distance(
             model=model,
-            variant=way.name,
+            way=way.name,
             devices=devices,
             difference=difference,
             divergence=divergence,

@@ -34,7 +34,7 @@ def distance_metrics(units: Units) -> list[dict[str, Any]]:
     return [
         {
             "model": one.model,
-            "variant": one.variant,
+            "way": one.way,
             "devices": one.devices,
             "rows": len(one.difference),
             "deviation": one.deviation,
@@ -52,7 +52,7 @@ def reference_check(units: Units) -> Check:
     tally = [
         (one.model, "" if max(one.difference) == 0 else f"is off by {max(one.difference):.3g}")
         for one in _distances(units)
-        if one.variant == CONTROL
+        if one.way == CONTROL
     ]
     failed = [(name, str(unit["error"])) for name, unit in units.items() if CONTROL in name and unit.get("error")]
     return judge("the reference of distances is exact", "exact numerics in other chunks, row by row", tally + failed)
@@ -79,7 +79,7 @@ def distance_sections(rows: Sequence[Mapping[str, Any]]) -> list[Section]:
     cells = [
         (
             row["model"],
-            row["variant"],
+            row["way"],
             row["rows"],
             f"{row['same_top'] / row['rows']:.1%}",
             *(f"{row['difference'][share]:.3g}" for share in ("p50", "p90", "p99", "p100")),
@@ -93,12 +93,12 @@ def distance_sections(rows: Sequence[Mapping[str, Any]]) -> list[Section]:
 
 def distance_plots(rows: Sequence[Mapping[str, Any]], units: Units) -> list[Plot]:
     """The rows of each way in ascending order of their distance; one line a model."""
-    ways = list(dict.fromkeys(row["variant"] for row in rows if row["variant"] != CONTROL))
+    ways = list(dict.fromkeys(row["way"] for row in rows if row["way"] != CONTROL))
     found = _distances(units)
 
     def paint_of(way: str) -> Any:
         def paint(axes: Axes) -> None:
-            for index, one in enumerate(one for one in found if one.variant == way):
+            for index, one in enumerate(one for one in found if one.way == way):
                 values = sorted(one.difference)
                 shares = [(at + 1) / len(values) for at in range(len(values))]
                 style = ("-", "--", ":")[index // len(_COLOURS) % 3]
