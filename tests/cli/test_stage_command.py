@@ -125,6 +125,7 @@ def test_a_ready_stage_says_what_it_is(stages: Callable[..., list[Stage]], small
     assert isinstance(stage, Stage)
     assert set(stage.line) == {
         "address", "layers", "artifact", "kernel_fingerprint", "devices", "weights_bytes", "state_bytes", "compute_bytes",
+        "device_bytes", "graph_splits",
     }  # fmt: skip
     assert stage.line["artifact"] == Artifact.open(small).identity
     assert all(device.startswith("CPU") for device in stage.line["devices"])  # exact numerics, the default
