@@ -264,7 +264,7 @@ def test_q4_k_needs_wide_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"preset": "huge"}, "unknown preset 'huge'; choose one of min, tiny, wide, big, flash, real"),
+        ({"preset": "huge"}, "unknown preset 'huge'; choose one of min, tiny, wide, heads, big, flash, real"),
         ({"weights": "q2"}, "unknown weights 'q2'"),
         ({"layers": 0}, "0 layers asked for"),
         ({"layers": 44}, "44 layers asked for, but the schedule has 1 to 43"),
