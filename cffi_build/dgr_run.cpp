@@ -116,20 +116,19 @@ static uint32_t count_rows(const dgr_stage & stage, const dgr_run & run) {
     return rows;
 }
 
-static void check_residual(const dgr_stage & stage, const dgr_run & run) {
+static void check_residual(const dgr_stage & stage, const dgr_run & run, int32_t i) {
     const size_t width = stage.info.width_in;
-    for (int32_t i = 0; width > 0 && i < run.n_tokens; ++i) {
-        const float * row = run.residual_in + i * width;
-        if (!all_residual(row, width)) {
-            const float value = *std::find_if_not(row, row + width, is_residual);
-            fail(DGR_ERR_NON_FINITE,
-                "the residual of slot %d at position %d holds %g: values must be finite and at most %g in magnitude; "
-                "drop the session",
-                run.slots[i], run.positions[i], value, RESIDUAL_MAX);
-        }
+    const float * row  = run.residual_in + i * width;
+    if (!all_residual(row, width)) {
+        const float value = *std::find_if_not(row, row + width, is_residual);
+        fail(DGR_ERR_NON_FINITE,
+            "the residual of slot %d at position %d holds %g: values must be finite and at most %g in magnitude; "
+            "drop the session",
+            run.slots[i], run.positions[i], value, RESIDUAL_MAX);
     }
 }
 
+// A row is looked at as it is copied, while it is in the cache; a batch that is refused half-filled changed nothing.
 static void fill_batch(dgr_stage & stage, const dgr_run & run) {
     const size_t width      = stage.info.width_in;
     llama_batch_ext * batch = stage.batch.get();
@@ -138,6 +137,7 @@ static void fill_batch(dgr_stage & stage, const dgr_run & run) {
         const int32_t entry = llama_batch_ext_add_token(batch, run.slots[i], run.tokens[i]);
         bool ok             = entry == i && llama_batch_ext_set_pos(batch, entry, run.positions + i);
         if (ok && width > 0) {
+            check_residual(stage, run, i);
             ok = llama_batch_ext_set_embd_token(
                 batch, entry, { run.residual_in + i * width, /*.n_rows =*/1, /*.n_embd =*/width });
         }
@@ -190,11 +190,12 @@ static void copy_outputs(dgr_stage & stage, const dgr_run & run, uint32_t rows) 
         return;
     }
     const float * source = tail ? llama_get_logits(stage.ctx.get()) : llama_get_embeddings_nextn(stage.ctx.get());
-    memcpy(out, source, n * width * sizeof(float));
-    for (int32_t i = 0, row = 0; i < run.n_tokens; ++i) {
+    for (int32_t i = 0; i < run.n_tokens; ++i) {
         if (!tail || run.want_logits[i]) {
-            run.row_finite[i] = tail ? all_finite(out + row * width, width) : all_residual(out + row * width, width);
-            ++row;
+            memcpy(out, source, width * sizeof(float));
+            run.row_finite[i] = tail ? all_finite(out, width) : all_residual(out, width);
+            out += width;
+            source += width;
         }
     }
 }
@@ -209,7 +210,6 @@ static void run_batch(dgr_stage & stage, const dgr_run & run) {
     check_pointers(stage, run);
     check_entries(stage, run);
     const uint32_t rows = count_rows(stage, run);
-    check_residual(stage, run);
     fill_batch(stage, run);
     decode(stage, run);
     stage.output_rows = std::max(stage.output_rows, rows);

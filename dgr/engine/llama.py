@@ -12,6 +12,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from dgr.artifact.artifact import Artifact
+from dgr.core.buffers import new_buffer
 from dgr.core.arguments import check_flag, check_instance, check_whole
 from dgr.core.mtp import CAPABILITY, RESERVED, refuse_value
 from dgr.core.route import LayerRange
@@ -239,8 +240,8 @@ class LlamaEngine(NativeHandle):
         for work, rows in zip(batch, wanted, strict=True):
             first += len(work.tokens)
             want_logits[first - rows : first] = b"\1" * rows
-        residual_out = bytearray(4 * n_tokens * about.width_out)
-        logits_out = bytearray(4 * sum(wanted) * about.n_vocab)
+        residual_out = new_buffer(4 * n_tokens * about.width_out)
+        logits_out = new_buffer(4 * sum(wanted) * about.n_vocab)
         row_finite = bytearray(n_tokens)
         run = ffi.new("dgr_run *")
         run.n_tokens = n_tokens
@@ -290,18 +291,17 @@ class LlamaEngine(NativeHandle):
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _outputs(
-        self, batch: Sequence[Work], wanted: Sequence[int], residual: bytearray, logits: bytearray, finite: bytearray
+        self, batch: Sequence[Work], wanted: Sequence[int], residual: memoryview, logits: memoryview, finite: bytearray
     ) -> list[Output]:
         row_out, row_logits = 4 * self._description.width_out, 4 * self._description.n_vocab
-        residual_view, logits_view = memoryview(residual), memoryview(logits)
         outputs, token, row = [], 0, 0
         for work, rows in zip(batch, wanted, strict=True):
             end = token + len(work.tokens)
             outputs.append(
                 Output(
                     slot=work.slot,
-                    residual=residual_view[token * row_out : end * row_out] if row_out else None,
-                    logits=logits_view[row * row_logits : (row + rows) * row_logits] if rows else None,
+                    residual=residual[token * row_out : end * row_out] if row_out else None,
+                    logits=logits[row * row_logits : (row + rows) * row_logits] if rows else None,
                     finite=all(finite[token:end]),
                 )
             )
