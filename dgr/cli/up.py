@@ -35,6 +35,7 @@ _CONTEXT_FLAGS = {
     "n_ubatch": "--ubatch",
     "type_k": "--type-k",
     "numerics": "--numerics",
+    "wire": "--wire",
 }
 #: Seconds between two starts of a stage that keeps ending: at first, and at most.
 _FIRST_PAUSE = 0.2

@@ -23,7 +23,7 @@ from dgr.client.replies import ControlReply, ControlRequest, FenceReply, Pending
 from dgr.core.arguments import number
 from dgr.core.route import Route
 from dgr.core.state_machine import StateMachine
-from dgr.core.values import Key, Numerics, StageIdentity
+from dgr.core.values import Key, StageIdentity
 from dgr.engine.base import FORK
 from dgr.errors import ClosedError, DeadlineExceeded, DgrError, LinkBroken, SessionLost, WireError
 from dgr.protocol.states import ROUTE, RouteEvent, RouteState
@@ -145,7 +145,7 @@ class RouteClient:
         """Tokens of the next chunk: as ``chunk`` says; without it at most n_ubatch, and in exact numerics what takes
         ``chunk_seconds``."""
         if self._pace is None:
-            exact = self.descriptions[0].context.numerics is Numerics.EXACT
+            exact = self.descriptions[0].context.numerics.exact_kernels
             adapts = self._chunk is None and exact and self._chunk_seconds < math.inf
             self._pace = ChunkPace(self.limits.chunk, self._chunk_seconds if adapts else None)
         return self._pace

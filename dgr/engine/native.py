@@ -30,7 +30,7 @@ _PROBE_BYTES = 64 << 20
 _log = logging.getLogger("dgr.llama_cpp")
 
 #: The version of ``dgr_native.h`` that this package was written for.
-ABI_VERSION = 4
+ABI_VERSION = 5
 
 # ggml_log_level: 1 debug, 2 info, 3 warn, 4 error (5 continues a line and is folded in by the shim).
 _LEVELS = {1: logging.DEBUG, 2: logging.DEBUG, 3: logging.INFO, 4: logging.WARNING}

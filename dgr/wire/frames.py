@@ -59,7 +59,7 @@ __all__ = [
 ]
 
 #: Grows with every change of the union.
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 
 
 class _Message(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -140,7 +140,8 @@ class Fork(_Message, frozen=True, tag=10):
 
 
 class Boundary(_Message, frozen=True, tag=7):
-    """Work for the next stage. The payload is the residual: ``len(tokens) * width`` little-endian float32."""
+    """Work for the next stage. The payload is the residual: ``len(tokens)`` rows of the
+    stages' width, little-endian float32 or as the context's ``wire`` says."""
 
     key: Key
     seq: U63

@@ -23,6 +23,7 @@ import msgspec
 from attrs import evolve, frozen
 
 from dgr.core.buffers import new_buffer
+from dgr.core.values import Wire
 from dgr.errors import FrameError
 from dgr.wire import frames
 from dgr.wire.frames import Boundary, Frame, Logits
@@ -53,6 +54,8 @@ class Limits:
     fragment: int = 256 * 1024
     #: Payloads that may be under way at once.
     streams: int = 64
+    #: How the boundary's floats travel.
+    wire: Wire = Wire.F32
 
     def unbroken(self) -> Limits:
         """The same for a link inside a process: nothing waits there while a payload passes, so it need not be cut up."""
@@ -61,7 +64,7 @@ class Limits:
     @property
     def under_way(self) -> int:
         """Most payload bytes under way at once: two full boundaries. One payload of any legal size always fits."""
-        return 2 * self.n_batch * self.boundary_width * _FLOAT
+        return 2 * self.n_batch * self.wire.row_bytes(self.boundary_width)
 
     @property
     def message(self) -> int:
@@ -73,8 +76,8 @@ class Limits:
         match frame:
             case Boundary():
                 _check_batch(frame.tokens, self.n_batch)
-                expected = len(frame.tokens) * self.boundary_width * _FLOAT
-                what = f"{len(frame.tokens)} tokens of {self.boundary_width} float32"
+                expected = len(frame.tokens) * self.wire.row_bytes(self.boundary_width)
+                what = f"{len(frame.tokens)} tokens of {self.boundary_width} {self.wire}"
             case Logits():
                 if frame.n_rows > self.n_batch:
                     raise FrameError(

@@ -52,7 +52,7 @@ async def _exchange(left: Link, right: Link, seed: int) -> None:
             if isinstance(received.frame, Boundary):
                 frame = received.frame
                 _, payload = boundary(frame.key.session, frame.seq, len(frame.tokens), LIMITS)
-                assert received.payload == payload
+                assert bytes(received.payload or b"") == payload
 
     with trio.fail_after(60):
         async with trio.open_nursery() as nursery:
@@ -87,7 +87,7 @@ async def test_a_socket_that_takes_a_few_bytes_at_a_time_gets_them_all(monkeypat
 
 
 async def test_a_part_that_is_not_sent_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises((LinkBroken, FrameError, trio.TooSlowError, AssertionError)):
+    with pytest.raises((LinkBroken, FrameError, ExceptionGroup)):
         await _partly_sent(monkeypatch, True)
 
 
@@ -106,7 +106,7 @@ async def test_a_socket_reads_payloads_where_they_belong(monkeypatch: pytest.Mon
         frame, payload = boundary(n_tokens=64, limits=FLASH)
         await left.send(frame, payload)
         received = await anext(right)
-    assert received.payload == payload
+    assert bytes(received.payload or b"") == payload
     fragments = -(-len(payload) // FLASH.fragment)
     assert copied <= 2 * fragments * streams._BETWEEN < len(payload) / 20
 
