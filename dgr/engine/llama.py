@@ -12,8 +12,8 @@ from typing import Any
 from msgspec.structs import replace
 
 from dgr.artifact.artifact import Artifact
-from dgr.core.buffers import new_buffer
 from dgr.core.arguments import check_flag, check_instance, check_whole
+from dgr.core.buffers import new_buffer
 from dgr.core.mtp import CAPABILITY, RESERVED, refuse_value
 from dgr.core.route import LayerRange
 from dgr.core.values import (

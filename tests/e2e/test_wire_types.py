@@ -112,7 +112,7 @@ def _expected(values: np.ndarray[Any, np.dtype[np.float32]], wire: Wire) -> byte
             bits = values.view(np.uint32)
             return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16).tobytes()
         case _:
-            import gguf  # noqa: PLC0415  (slow to import)
+            import gguf
 
             return gguf.quantize(values, gguf.GGMLQuantizationType.Q8_0).tobytes()
 
@@ -134,7 +134,9 @@ def test_what_leaves_a_stage_is_its_residual_rounded_row_by_row(small: Path, pro
     assert len(rows[1]) == 9 * wire.row_bytes(width)
 
 
-@pytest.mark.parametrize(("wire", "bad"), [(Wire.F16, 0x7C00), (Wire.F16, 0x7E00), (Wire.BF16, 0x7FC0), (Wire.Q8, 0x7C00)])
+@pytest.mark.parametrize(
+    ("wire", "bad"), [(Wire.F16, 0x7C00), (Wire.F16, 0x7E00), (Wire.BF16, 0x7FC0), (Wire.Q8, 0x7C00)]
+)
 def test_what_is_not_finite_is_refused_as_it_comes(small: Path, prompt: Prompt, wire: Wire, bad: int) -> None:
     engine = LlamaEngine(small, LayerRange(2, 7), replace(SAME_CUTS, wire=wire))
     try:
@@ -167,7 +169,7 @@ async def test_a_value_that_f16_does_not_carry_ends_the_request_and_no_other(
 ) -> None:
     context = replace(SAME_CUTS, wire=Wire.F16)
     async with open_stages(small, SPLIT, context, mutate={1: _Louder}, retries=0) as running:
-        with pytest.raises(NonFinite, match="wire f16 does not carry.*use wire bf16 or f32"):
+        with pytest.raises(NonFinite, match=r"wire f16 does not carry.*use wire bf16 or f32"):
             async with running.pipeline.session() as session:
                 await session.prefill(prompt(5))
     async with dgr.open_pipeline(small, SPLIT, context=context) as pipeline, pipeline.session() as session:
@@ -176,7 +178,7 @@ async def test_a_value_that_f16_does_not_carry_ends_the_request_and_no_other(
 
 def test_rounding_is_refused_where_any_cut_must_give_the_same_bits() -> None:
     for wire in ROUNDED:
-        with pytest.raises(InputError, match=f"wire {wire} rounds.*choose numerics = same-cuts"):
+        with pytest.raises(InputError, match=rf"wire {wire} rounds.*choose numerics = same-cuts"):
             ContextParams(wire=wire)
         for numerics in (Numerics.SAME_CUTS, Numerics.NATIVE):
             assert ContextParams(wire=wire, numerics=numerics).wire is wire

@@ -33,6 +33,7 @@ class FaultyProxy:
         self.relays: list[Relay] = []
         self._target = parse_address(target)
         self._delay = 0.0
+        self._rate: float | None = None
 
     @property
     def delay(self) -> float:
@@ -42,6 +43,17 @@ class FaultyProxy:
     @delay.setter
     def delay(self, seconds: float) -> None:
         self._delay = seconds
+        for relay in self.relays:
+            self._set(relay)
+
+    @property
+    def rate(self) -> float | None:
+        """Bytes a second that pass each way at most, on every connection by itself, those to come included; may be set."""
+        return self._rate
+
+    @rate.setter
+    def rate(self, bytes_per_second: float | None) -> None:
+        self._rate = bytes_per_second
         for relay in self.relays:
             self._set(relay)
 
@@ -58,6 +70,7 @@ class FaultyProxy:
 
     def _set(self, relay: Relay) -> None:
         relay.rightward.delay = relay.leftward.delay = self._delay
+        relay.rightward.rate = relay.leftward.rate = self._rate
 
     async def _join(self, near: trio.SocketStream) -> None:
         try:
