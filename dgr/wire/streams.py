@@ -86,10 +86,13 @@ class _MemoryStream:
         self._transport.hand_over(head, body)
 
     async def receive(self, framer: Framer, take: Take) -> int:
-        data = await self._transport.receive_lasting()
-        with contextlib.suppress(FrameError):
-            take(framer.receive(data, lasting=True))
-        return len(data)
+        data, came = await self._transport.receive_lasting(), 0
+        while data and framer.error is None:
+            came += len(data)
+            with contextlib.suppress(FrameError):
+                take(framer.receive(data, lasting=True))
+            data = self._transport.receive_nowait()
+        return came
 
 
 class _SocketStream:

@@ -26,9 +26,10 @@ SPLIT = "0:2,2:4,4:7"
 ROUNDED = [Wire.BF16, Wire.F16, Wire.Q8]
 
 
-async def _rows(path: Path, wire: Wire, tokens: Sequence[int], logits: PipelineLogits, **options: Any) -> bytes:
-    options = {"split": SPLIT, "chunk": 50} | options
-    return await logits(path, options.pop("split"), tokens, context=replace(SAME_CUTS, wire=wire), **options)
+async def _rows(
+    path: Path, wire: Wire, tokens: Sequence[int], logits: PipelineLogits, *, split: str = SPLIT, chunk: int = 50
+) -> bytes:
+    return await logits(path, split, tokens, context=replace(SAME_CUTS, wire=wire), chunk=chunk)
 
 
 @pytest.mark.parametrize("wire", ROUNDED)
@@ -145,7 +146,7 @@ def test_what_is_not_finite_is_refused_as_it_comes(small: Path, prompt: Prompt, 
         residual[row : row + 2] = bad.to_bytes(2, "little")
         residual[row + 2] = 1  # q8: a value for the scale
         with pytest.raises(NonFinite, match="position 1 holds"):
-            engine.run([Work(0, 0, tuple(prompt(3)), residual, LogitsWanted.LAST)])
+            engine.run([Work(0, 0, tuple(prompt(3)), bytes(residual), LogitsWanted.LAST)])
         assert engine.position(0) == 0
         engine.run([Work(0, 0, tuple(prompt(3)), bytes(3 * row), LogitsWanted.LAST)])
     finally:
