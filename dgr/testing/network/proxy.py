@@ -34,6 +34,18 @@ class FaultyProxy:
         self._target = parse_address(target)
         self._delay = 0.0
         self._rate: float | None = None
+        #: Bytes and turns of connections that have ended.
+        self._ended = (0, 0)
+
+    @property
+    def passed(self) -> int:
+        """Bytes passed on, both ways, on every connection that there was."""
+        return self._ended[0] + sum(relay.rightward.forwarded + relay.leftward.forwarded for relay in self.relays)
+
+    @property
+    def turns(self) -> int:
+        """:attr:`Relay.turns <.relay.Relay.turns>` of every connection that there was, together."""
+        return self._ended[1] + sum(relay.turns for relay in self.relays)
 
     @property
     def delay(self) -> float:
@@ -81,8 +93,12 @@ class FaultyProxy:
         async with open_relay(near, far) as relay:
             self._set(relay)
             self.relays.append(relay)
-            await relay.wait_closed()
-            self.relays.remove(relay)
+            try:
+                await relay.wait_closed()
+            finally:
+                self.relays.remove(relay)
+                passed = relay.rightward.forwarded + relay.leftward.forwarded
+                self._ended = self._ended[0] + passed, self._ended[1] + relay.turns
 
 
 @asynccontextmanager
