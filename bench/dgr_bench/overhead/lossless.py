@@ -59,7 +59,7 @@ def _timed(call: Callable[[], T]) -> tuple[T, float]:
 
 def main(model: str, n_layers: str, n_tokens: str = "256") -> None:
     """Print the table."""
-    import zstandard  # noqa: PLC0415
+    import zstandard
 
     data = residuals(model, int(n_layers), int(n_tokens))
     megabytes = len(data) / 1e6

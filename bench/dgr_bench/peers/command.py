@@ -176,8 +176,7 @@ class Peers:
             )
             rows.append(("a process is killed", f"next token after {ours_kill['next_token_s']:.1f} s", how, "", ""))
         said = [
-            f"{len(self.plan.split)} processes of one thread each; medians, ratios of speed are per round, above 1 dgr is"
-            " faster.",
+            "Processes of one thread each; medians, ratios of speed are per round, above 1 dgr is faster.",
             table(("", "dgr", "RPC backend", "dgr / RPC", "goal"), rows),
         ]
         if "alone" in found:
