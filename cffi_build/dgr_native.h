@@ -95,8 +95,8 @@ typedef struct dgr_run {
                                  // value of a residual exceeds 1e15 in magnitude;
                                  // 1 too where a tail was asked for no row; 2 when residual_type cannot carry a value.
                                  // The residual of a token that has no 1 here is zeros
-    int32_t residual_type;       // ggml_type of residuals that come in and go out: 0 f32, 1 f16, 8 q8_0, 30 bf16; rounded
-                                 // and read by ggml's reference code, row by row
+    int32_t residual_type; // ggml_type of residuals that come in and go out: 0 f32, 1 f16, 8 q8_0, 30 bf16; rounded
+                           // and read by ggml's reference code, row by row
 } dgr_run;
 
 typedef struct dgr_component_summary {
