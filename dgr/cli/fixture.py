@@ -86,5 +86,7 @@ def run(args: argparse.Namespace) -> int:
     block = " and the MTP block" if summary.mtp else ""
     some = "" if isinstance(layers, int) else f" of which it holds {summary.holds}"
     print(f"{summary.path}: {human_bytes(summary.file_bytes)}, {summary.n_parameters / 1e6:.1f} M parameters")
-    print(f"preset {summary.preset}, weights {summary.weights}, seed {summary.seed}, {summary.layers} layers{some}{block}")
+    print(
+        f"preset {summary.preset}, weights {summary.weights}, seed {summary.seed}, {summary.layers} layers{some}{block}"
+    )
     return 0

@@ -352,7 +352,7 @@ def test_ranges_of_one_seed_are_different_models(tmp_path: Path) -> None:
 def test_a_damaged_range_is_told_from_its_manifest(tmp_path: Path) -> None:
     path, layers = tmp_path / "m.gguf", LayerRange(3, 4)
     write_fixture(path, preset="min", layers=layers)
-    file, tensor = Artifact.open(path).located["blk.3.attn_q_a.weight"]
+    _, tensor = Artifact.open(path).located["blk.3.attn_q_a.weight"]
     data = bytearray(path.read_bytes())
     data[tensor.offset + 5] ^= 1
     path.write_bytes(data)
