@@ -21,6 +21,7 @@ from dgr_bench.frontier import command as frontier
 from dgr_bench.overhead import command as overhead
 from dgr_bench.overhead import hops, sessions
 from dgr_bench.results import SCHEMA
+from dgr_bench.widths import command as widths
 
 _COMMANDS = (
     certify.COMMAND,
@@ -34,6 +35,7 @@ _COMMANDS = (
     overhead.COMMAND,
     hops.COMMAND,
     sessions.COMMAND,
+    widths.COMMAND,
 )
 
 
