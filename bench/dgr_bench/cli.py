@@ -19,7 +19,7 @@ from dgr_bench.certify import real_model, verify
 from dgr_bench.drill import command as drill
 from dgr_bench.frontier import command as frontier
 from dgr_bench.overhead import command as overhead
-from dgr_bench.overhead import hops, sessions, wires
+from dgr_bench.overhead import hops, predictions, sessions, wires
 from dgr_bench.peers import command as peers
 from dgr_bench.results import SCHEMA
 
@@ -37,6 +37,7 @@ _COMMANDS = (
     sessions.COMMAND,
     wires.COMMAND,
     peers.COMMAND,
+    predictions.COMMAND,
 )
 
 

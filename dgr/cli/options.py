@@ -13,7 +13,7 @@ from dgr.cluster.connect import LinkPolicy
 from dgr.core.mtp import CONTRACT, not_executable
 from dgr.core.values import ContextParams, Numerics, Wire
 from dgr.errors import InputError
-from dgr.wire.tcp import Credentials
+from dgr.wire.credentials import Credentials
 
 __all__ = [
     "add_context_arguments",
@@ -103,6 +103,7 @@ def add_context_arguments(parser: argparse.ArgumentParser) -> None:
         "--memory", metavar="SIZE", help="refuse what takes more: bytes, 24GiB, or 50%% of what is usable"
     )
     parser.add_argument("--mmap", action="store_true", help="map the model file instead of reading the owned tensors")
+    parser.add_argument("--mlock", action="store_true", help="lock the owned tensors in memory")
     add_reserved_arguments(parser)
 
 
@@ -158,4 +159,7 @@ def require_extra(what: str, extra: str, modules: Sequence[str]) -> None:
 
 
 def _lacks(name: str) -> bool:
-    return importlib.util.find_spec(name) is None
+    try:
+        return importlib.util.find_spec(name) is None
+    except ModuleNotFoundError:  # nor is there a package that it could be in
+        return True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from dgr.artifact.artifact import Artifact
 from dgr.core.arguments import check_flag, check_instance, check_whole
 from dgr.core.buffers import new_buffer
+from dgr.core.host import available_memory
 from dgr.core.mtp import CAPABILITY, RESERVED, refuse_value
 from dgr.core.route import LayerRange
 from dgr.core.values import (
@@ -42,6 +43,11 @@ ADAPTER = "llama-v4/1"
 
 #: More compute threads than any machine has cores: what is above is a mistake.
 MOST_THREADS = 2**15
+
+#: Bytes of state read or cleared in one piece: some milliseconds, as a step of decoding takes.
+_PIECE = 32 << 20
+#: Times that a state is read which changes meanwhile.
+_READINGS = 3
 
 #: ggml_type of the K cache types the shim knows.
 _TYPE_K = {"f32": 0, "f16": 1, "q8_0": 8}
@@ -92,13 +98,16 @@ def _open(
         setattr(params, name, getattr(context, name))
     threads = options.get("threads", 1)
     check_whole("threads", threads, 1, MOST_THREADS)
-    for name in ("mmap", "check_tensors", "dry_run"):
+    for name in ("mmap", "mlock", "check_tensors", "dry_run"):
         check_flag(name, options.get(name, False))
     params.n_threads = threads
     params.type_k = _TYPE_K[context.type_k]
     params.flash_attn = context.flash_attn
     params.exact = context.numerics.exact_kernels
     params.use_mmap = options.get("mmap", False)
+    # What does not fit beside the rest would drive itself out again.
+    params.prefetch = artifact.weight_bytes(layers) < available_memory()
+    params.lock = options.get("mlock", False)
     params.check_tensors = options.get("check_tensors", False)
     params.dry_run = options.get("dry_run", False)
     return open_stage(native, artifact, layers, params, needs)
@@ -127,6 +136,22 @@ def _memory_of(info: Any) -> MemoryReport:
         compute=int(info.compute_bytes) + int(info.output_bytes),
         state={component.value: int(info.state_bytes[i]) for i, component in enumerate(Component)},
     )
+
+
+def _summary_of(found: Any) -> StateSummary:
+    components = tuple(
+        ComponentSummary(
+            name=component.value,
+            n_layers=part.n_layers,
+            capacity=part.capacity,
+            rows_min=part.rows_min,
+            rows_max=part.rows_max,
+            digest=bytes(part.digest).hex(),
+        )
+        for component, part in zip(Component, found.components, strict=True)
+        if part.n_layers
+    )
+    return StateSummary(int(found.position), components)
 
 
 def estimate_memory(
@@ -160,6 +185,7 @@ class LlamaEngine(NativeHandle):
         *,
         threads: int = 1,
         mmap: bool = False,
+        mlock: bool = False,
         check_tensors: bool = False,
         native: Native | None = None,
         certified_only: bool = True,
@@ -167,7 +193,9 @@ class LlamaEngine(NativeHandle):
     ) -> None:
         """Load the layers' tensors (all that the artifact holds by default) and allocate their state.
 
-        ``threads``: compute threads; more than the free cores is hundreds of times slower (ggml spins).
+        ``threads``: compute threads; more than the free cores is hundreds of times slower (ggml spins). ``mmap``: map the
+        file, and fetch the layers' tensors from it at once where they fit the memory. ``mlock``: keep them in memory, which
+        raises :class:`~dgr.errors.BudgetExceeded` where the process may not lock that much.
         ``certified_only``: with exact numerics, refuse types that the invariance suite has not passed here; only the
         suite itself turns this off. ``mtp`` is reserved: None. Raises :class:`~dgr.errors.ArtifactError` for weights that
         are missing, misshapen or of another model, :class:`~dgr.errors.NumericsRefused` for types that are not known to be
@@ -189,7 +217,7 @@ class LlamaEngine(NativeHandle):
             artifact,
             layers,
             context,
-            {"threads": threads, "mmap": mmap, "check_tensors": check_tensors},
+            {"threads": threads, "mmap": mmap, "mlock": mlock, "check_tensors": check_tensors},
             needs,
         )
         self._info = _read_info(self._native, self._stage)
@@ -332,6 +360,15 @@ class LlamaEngine(NativeHandle):
         self._check_slot(slot)
         self._native.check(self._native.lib.dgr_stage_clear(self._handle, slot), f"clearing slot {slot}")
 
+    def close_pieces(self, slot: int) -> Generator[None, None, None]:
+        self._check_slot(slot)
+        done, what = self._native.ffi.new("bool *"), f"clearing slot {slot}"
+        while True:
+            self._native.check(self._native.lib.dgr_stage_clear_some(self._handle, slot, _PIECE, done), what)
+            if done[0]:
+                return
+            yield
+
     def fork(self, source: int, target: int) -> None:
         self._check_slot(source)
         self._check_slot(target)
@@ -364,22 +401,31 @@ class LlamaEngine(NativeHandle):
         return int(token[0]), tuple(TopLogprob(int(top_tokens[i]), float(top_logprobs[i])) for i in range(n_top))
 
     def state_summary(self, slot: int) -> StateSummary:
+        for summary in self.state_pieces(slot):
+            if summary is not None:
+                return summary
+        raise AssertionError("the last piece is the summary")
+
+    def state_pieces(self, slot: int) -> Generator[StateSummary | None, None, None]:
         self._check_slot(slot)
-        out = self._native.ffi.new("dgr_state_summary *")
-        self._native.check(self._native.lib.dgr_stage_summary(self._handle, slot, out), f"state of slot {slot}")
-        components = tuple(
-            ComponentSummary(
-                name=component.value,
-                n_layers=part.n_layers,
-                capacity=part.capacity,
-                rows_min=part.rows_min,
-                rows_max=part.rows_max,
-                digest=bytes(part.digest).hex(),
-            )
-            for component, part in zip(Component, out.components, strict=True)
-            if part.n_layers
-        )
-        return StateSummary(int(out.position), components)
+        native = self._native
+        reader, out = native.ffi.new("dgr_summary_reader **"), native.ffi.new("dgr_state_summary *")
+        reading, what = native.ffi.new("dgr_reading *"), f"state of slot {slot}"
+        for _ in range(_READINGS):
+            native.check(native.lib.dgr_summary_open(self._handle, slot, reader), what)
+            try:
+                while True:
+                    _ = self._handle  # the stage may have been stopped since the last piece
+                    native.check(native.lib.dgr_summary_read(reader[0], _PIECE, reading, out), what)
+                    if reading[0] != native.lib.DGR_READING_MORE:
+                        break
+                    yield None
+            finally:
+                native.lib.dgr_summary_close(reader[0])
+            if reading[0] == native.lib.DGR_READING_DONE:
+                yield _summary_of(out)
+                return
+        raise InputError(f"slot {slot} does not stand still: ask for its state when it is idle")
 
     def abort(self) -> None:
         if self._stage is not None:
