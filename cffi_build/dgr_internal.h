@@ -3,6 +3,7 @@
 
 #include "dgr_native.h"
 
+#include "ggml-backend.h"
 #include "ggml.h"
 #include "llama.h"
 
@@ -92,6 +93,21 @@ private:
 };
 
 //
+// devices
+//
+
+struct chosen_devices {
+    bool given = false;                      // else llama.cpp chooses
+    std::vector<ggml_backend_dev_t> devices; // ends with NULL
+};
+
+// The devices that a stage is to take, made and ready.
+chosen_devices choose_devices(const dgr_stage_params & p);
+
+// Whether an error line of llama.cpp or of a backend says that memory ran out; there is nothing else to go by.
+bool tells_of_memory(const std::string & reason);
+
+//
 // artifact
 //
 
@@ -157,6 +173,9 @@ void check_slot(const dgr_stage & stage, int32_t slot);
 int32_t position(const dgr_stage & stage, int32_t slot);
 
 bool all_finite(const float * values, size_t n);
+
+// What `info` tells of devices.
+void describe_devices(const dgr_stage & stage, dgr_stage_info & info);
 
 } // namespace dgr
 

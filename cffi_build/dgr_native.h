@@ -23,6 +23,11 @@ typedef enum dgr_abi {
     DGR_ABI_VERSION = 5,
 } dgr_abi;
 
+// As many as llama.cpp takes for a model.
+typedef enum dgr_limit {
+    DGR_MAX_DEVICES = 16,
+} dgr_limit;
+
 typedef struct dgr_stage dgr_stage;                   // one model range and its context
 typedef struct dgr_vocab dgr_vocab;                   // a tokenizer, loaded without weights
 typedef struct dgr_summary_reader dgr_summary_reader; // a slot's state on its way into a summary
@@ -39,14 +44,16 @@ typedef enum dgr_status {
 } dgr_status;
 
 typedef struct dgr_stage_params {
-    int32_t layer_begin; // first owned main layer
-    int32_t layer_end;   // one past the last owned main layer; 0: all of them
-    uint32_t n_ctx;      // tokens per sequence; rounded up to a multiple of 256
-    uint32_t n_batch;    // most tokens in one dgr_stage_run
-    uint32_t n_ubatch;   // most tokens in one graph
-    uint32_t n_seq_max;  // sequence slots
-    int32_t n_threads;   // compute threads; more than the free cores is hundreds of times slower
-    int32_t type_k;      // ggml_type of the K cache: 0 f32, 1 f16, 8 q8_0
+    int32_t layer_begin;  // first owned main layer
+    int32_t layer_end;    // one past the last owned main layer; 0: all of them
+    uint32_t n_ctx;       // tokens per sequence; rounded up to a multiple of 256
+    uint32_t n_batch;     // most tokens in one dgr_stage_run
+    uint32_t n_ubatch;    // most tokens in one graph
+    uint32_t n_seq_max;   // sequence slots
+    int32_t n_threads;    // compute threads; more than the free cores is hundreds of times slower
+    int32_t type_k;       // ggml_type of the K cache: 0 f32, 1 f16, 8 q8_0
+    const char * devices; // names of dgr_devices, a comma between them, or CPU; NULL: llama.cpp's choice of all
+    int32_t gpu_layers;   // so many of the owned layers, the last, lie on devices; a tail's output is one; -1: all
     bool flash_attn;
     bool exact;         // reference kernels, no repacking: bits do not depend on batch structure or threads
     bool use_mmap;      // map the file instead of reading the owned tensors
@@ -68,6 +75,19 @@ typedef enum dgr_component {
     DGR_N_COMPONENTS = 7,
 } dgr_component;
 
+// A device beside the CPU that can hold layers.
+typedef struct dgr_device {
+    char name[64];
+    char description[192];
+    uint64_t memory_total, memory_free; // bytes
+} dgr_device;
+
+// What a stage has in a device's own memory; all else that it allocates is the host's.
+typedef struct dgr_device_bytes {
+    char name[64];
+    uint64_t weight_bytes, state_bytes, compute_bytes;
+} dgr_device_bytes;
+
 typedef struct dgr_stage_info {
     int32_t layer_begin, layer_end;
     int32_t n_layer; // main layers of the whole model
@@ -81,7 +101,10 @@ typedef struct dgr_stage_info {
     uint64_t state_bytes[7]; // allocated per component, all slots
     int32_t state_layers[7]; // layers that hold the component
     uint64_t output_bytes;   // host buffer for logits and residuals
-    char devices[512]; // what may compute, a line each: llama.cpp's name of the backend, then the device's own words
+    char devices[2048];      // what may compute, a line each: llama.cpp's name of it, its own words, layers it holds
+    int32_t n_device_bytes;
+    dgr_device_bytes device_bytes[16];
+    int32_t graph_splits; // parts of the graph that was laid out last; each further one is a hand-over between devices
 } dgr_stage_info;
 
 // One native batch. Entries of one sequence are consecutive and ascending in position; sequences ascend.
@@ -140,6 +163,8 @@ int32_t dgr_abi_version(void);     // DGR_ABI_VERSION of the library itself
 const char * dgr_last_error(void); // message of the calling thread's last failure, never NULL
 void dgr_log_set(void (*on_line)(int32_t level, const char * text)); // ggml_log_level, one line a call; NULL: silent
 const char * dgr_build_info(void); // JSON: llama.cpp commit, patch digest, compiler, flags, CPU features
+// Writes at most `size` devices, and the full count to *n.
+int32_t dgr_devices(dgr_device * out, int32_t size, int32_t * n);
 // Runs a fixed probe graph with the reference kernels and writes the digest of its output (32 hex digits + NUL).
 int32_t dgr_kernel_probe(char * out, size_t out_size);
 // Reads quantised blocks as numbers with the type's reference code (ggml's to_float); a ggml_type that has no blocks, and

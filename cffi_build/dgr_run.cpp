@@ -189,7 +189,8 @@ static void decode(dgr_stage & stage, const dgr_run & run) {
     int32_t rc;
     std::string reason;
     try {
-        rc     = llama_process(stage.ctx.get(), LLAMA_PROCESS_TYPE_DECODE, stage.batch.get());
+        rc = llama_process(stage.ctx.get(), LLAMA_PROCESS_TYPE_DECODE, stage.batch.get());
+        llama_synchronize(stage.ctx.get()); // a device may still compute, and fail
         reason = stage.aborted ? "the stage was aborted" : why.text("no reason given");
     } catch (const std::exception & e) {
         rc     = INT32_MIN;
@@ -197,6 +198,9 @@ static void decode(dgr_stage & stage, const dgr_run & run) {
     } catch (...) {
         rc     = INT32_MIN;
         reason = "an exception of unknown type";
+    }
+    if (rc == 0 && stage.aborted) {
+        rc = 2; // devices do not ask whether to go on: the run came to its end, and fails all the same
     }
     switch (rc) {
         case 0: return;

@@ -22,6 +22,7 @@ from dgr_bench.overhead import command as overhead
 from dgr_bench.overhead import hops, predictions, sessions, wires
 from dgr_bench.peers import command as peers
 from dgr_bench.results import SCHEMA
+from dgr_bench.widths import command as widths
 
 _COMMANDS = (
     certify.COMMAND,
@@ -35,9 +36,10 @@ _COMMANDS = (
     overhead.COMMAND,
     hops.COMMAND,
     sessions.COMMAND,
+    predictions.COMMAND,
     wires.COMMAND,
     peers.COMMAND,
-    predictions.COMMAND,
+    widths.COMMAND,
 )
 
 

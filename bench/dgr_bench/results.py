@@ -32,7 +32,18 @@ _FILE = "result.json"
 _LOCK = ".lock"
 
 Kind = Literal[
-    "certify", "frontier", "overhead", "drill", "hops", "sessions", "plan", "wires", "peers", "selftest", "compare"
+    "certify",
+    "frontier",
+    "overhead",
+    "drill",
+    "hops",
+    "sessions",
+    "plan",
+    "wires",
+    "peers",
+    "widths",
+    "selftest",
+    "compare",
 ]
 
 

@@ -160,6 +160,9 @@ def stage_command(
     values |= {"--heartbeat": f"{policy.heartbeat:g}", "--log": log, "--log-format": log_format}
     if ref.address in file.stage_metrics:
         values["--metrics"] = file.stage_metrics[ref.address]
+    if (placed := file.stage_devices.get(ref.address)) is not None:
+        values |= {} if placed.devices is None else {"--device": ",".join(placed.devices)}
+        values |= {} if placed.gpu_layers is None else {"--gpu-layers": placed.gpu_layers}
     plain = ["--allow-plain"] if policy.allow_plain else []
     return python_module(
         "dgr", "stage", spelled_out(model), *flags_of(values), *plain, "--json", "--until-stdin-closes"

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
-from attrs import frozen
+from attrs import field, frozen
 
 from dgr.core.values import LogitsWanted, SamplingParams, StageIdentity, StateSummary, TopLogprob
 
-__all__ = ["FORK", "MemoryReport", "Output", "ShardEngine", "Work", "WorksInPieces"]
+__all__ = ["FORK", "DeviceMemory", "MemoryReport", "Output", "ShardEngine", "Work", "WorksInPieces"]
 
 #: The capability of copying a slot: :meth:`ShardEngine.fork`.
 FORK = "fork"
@@ -53,17 +53,37 @@ class Output:
 
 
 @frozen
+class DeviceMemory:
+    """Bytes of a stage that lie in the memory of one device."""
+
+    weights: int
+    compute: int
+    state: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.compute + self.state
+
+
+@frozen
 class MemoryReport:
-    """Bytes a stage has allocated natively."""
+    """Bytes a stage has allocated natively, wherever they lie."""
 
     weights: int
     compute: int
     #: Component name -> bytes over all sequence slots.
     state: Mapping[str, int]
+    #: What of it lies in memory of the devices' own, by their names; all else is the host's.
+    devices: Mapping[str, DeviceMemory] = field(factory=dict)
 
     @property
     def total(self) -> int:
         return self.weights + self.compute + sum(self.state.values())
+
+    @property
+    def host(self) -> int:
+        """Bytes in the host's memory."""
+        return self.total - sum(device.total for device in self.devices.values())
 
 
 @runtime_checkable

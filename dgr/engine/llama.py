@@ -28,7 +28,8 @@ from dgr.core.values import (
     Wire,
 )
 from dgr.engine.address_space import has_address_limit
-from dgr.engine.base import FORK, MemoryReport, Output, Work
+from dgr.engine.base import FORK, DeviceMemory, MemoryReport, Output, Work
+from dgr.engine.devices import ALL_DEVICES, Placement
 from dgr.engine.files import open_stage
 from dgr.engine.native import Native, NativeHandle, default_native, kernel_fingerprint, runtime_version
 from dgr.engine.numerics import check_exact_types
@@ -87,6 +88,7 @@ def _open(
     layers: LayerRange,
     context: ContextParams,
     options: dict[str, int | bool],
+    placement: Placement = ALL_DEVICES,
     needs: int = 0,
 ) -> Any:
     """A native stage handle; it must be closed. ``needs``: bytes of its weights, state and buffers, where they are known."""
@@ -110,6 +112,13 @@ def _open(
     params.lock = options.get("mlock", False)
     params.check_tensors = options.get("check_tensors", False)
     params.dry_run = options.get("dry_run", False)
+    check_instance("placement", placement, Placement)
+    names = None if placement.devices is None else native.ffi.new("char[]", ",".join(placement.devices).encode())
+    params.devices = native.ffi.NULL if names is None else names
+    if placement.gpu_layers:  # a tail's output is a layer to llama.cpp
+        params.gpu_layers = placement.gpu_layers + (layers.end == artifact.hp.n_layers)
+    elif placement.gpu_layers == 0:
+        params.gpu_layers = 0
     return open_stage(native, artifact, layers, params, needs)
 
 
@@ -130,11 +139,19 @@ def _read_info(native: Native, stage: Any) -> Any:
     return info
 
 
-def _memory_of(info: Any) -> MemoryReport:
+def _text(native: Native, value: Any) -> str:
+    return str(native.ffi.string(value).decode("utf-8", "replace"))
+
+
+def _memory_of(native: Native, info: Any) -> MemoryReport:
     return MemoryReport(
         weights=int(info.weight_bytes),
         compute=int(info.compute_bytes) + int(info.output_bytes),
         state={component.value: int(info.state_bytes[i]) for i, component in enumerate(Component)},
+        devices={
+            _text(native, one.name): DeviceMemory(int(one.weight_bytes), int(one.compute_bytes), int(one.state_bytes))
+            for one in info.device_bytes[0 : info.n_device_bytes]
+        },
     )
 
 
@@ -155,15 +172,21 @@ def _summary_of(found: Any) -> StateSummary:
 
 
 def estimate_memory(
-    model: str | Path | Artifact, layers: LayerRange | None = None, context: ContextParams | None = None
+    model: str | Path | Artifact,
+    layers: LayerRange | None = None,
+    context: ContextParams | None = None,
+    placement: Placement = ALL_DEVICES,
 ) -> MemoryReport:
-    """What a stage would allocate, to the byte as the native allocator counts it, with nothing allocated."""
+    """What a stage would allocate, as the native allocator counts it, with nothing allocated.
+
+    To the byte on the CPU; a driver may round what it allocates for the host up a little.
+    """
     artifact = model if isinstance(model, Artifact) else Artifact.open(model)
     context, layers = _given(artifact, layers, context)
     native = default_native()
-    stage = _open(native, artifact, layers, context, {"dry_run": True})
+    stage = _open(native, artifact, layers, context, {"dry_run": True}, placement)
     try:
-        return _memory_of(_read_info(native, stage))
+        return _memory_of(native, _read_info(native, stage))
     finally:
         native.lib.dgr_stage_close(stage)
 
@@ -187,6 +210,7 @@ class LlamaEngine(NativeHandle):
         mmap: bool = False,
         mlock: bool = False,
         check_tensors: bool = False,
+        placement: Placement = ALL_DEVICES,
         native: Native | None = None,
         certified_only: bool = True,
         mtp: None = None,
@@ -195,13 +219,14 @@ class LlamaEngine(NativeHandle):
 
         ``threads``: compute threads; more than the free cores is hundreds of times slower (ggml spins). ``mmap``: map the
         file, and fetch the layers' tensors from it at once where they fit the memory. ``mlock``: keep them in memory, which
-        raises :class:`~dgr.errors.BudgetExceeded` where the process may not lock that much.
-        ``certified_only``: with exact numerics, refuse types that the invariance suite has not passed here; only the
-        suite itself turns this off. ``mtp`` is reserved: None. Raises :class:`~dgr.errors.ArtifactError` for weights that
-        are missing, misshapen or of another model, :class:`~dgr.errors.NumericsRefused` for types that are not known to be
-        exact here, :class:`~dgr.errors.BudgetExceeded` where the process has no room for it,
-        :class:`~dgr.errors.MtpNotExecutable`, :class:`~dgr.errors.InputError` for any other value, and
-        :class:`~dgr.errors.EngineError` when native code failed.
+        raises :class:`~dgr.errors.BudgetExceeded` where the process may not lock that much. ``placement``: the
+        devices that native numerics run on, and how many of the layers lie there. ``certified_only``: with exact numerics,
+        refuse types that the invariance suite has not passed here; only the suite itself turns this off. ``mtp`` is reserved:
+        None. Raises :class:`~dgr.errors.ArtifactError` for weights that are missing, misshapen or of another model,
+        :class:`~dgr.errors.NumericsRefused` for types that are not known to be exact here,
+        :class:`~dgr.errors.BudgetExceeded` where the process or a device has no room for it,
+        :class:`~dgr.errors.MtpNotExecutable`, :class:`~dgr.errors.InputError` for any other value, a device that is not there
+        among them, and :class:`~dgr.errors.EngineError` when native code failed.
         """
         refuse_value("mtp", mtp)
         artifact = model if isinstance(model, Artifact) else Artifact.open(model)
@@ -209,7 +234,7 @@ class LlamaEngine(NativeHandle):
         artifact.check(layers)
         if certified_only and context.numerics.exact_kernels:
             check_exact_types((kind.label for kind in artifact.matrix_types(layers)), context.type_k)
-        needs = estimate_memory(artifact, layers, context).total if has_address_limit() else 0
+        needs = estimate_memory(artifact, layers, context, placement).host if has_address_limit() else 0
         identity = artifact.verify_weights(layers)
         self._native = native or default_native()
         self._stage = _open(
@@ -218,6 +243,7 @@ class LlamaEngine(NativeHandle):
             layers,
             context,
             {"threads": threads, "mmap": mmap, "mlock": mlock, "check_tensors": check_tensors},
+            placement,
             needs,
         )
         self._info = _read_info(self._native, self._stage)
@@ -227,7 +253,7 @@ class LlamaEngine(NativeHandle):
             n_batch=self._info.n_batch,
             n_ubatch=self._info.n_ubatch,
         )
-        self._memory = _memory_of(self._info)
+        self._memory = _memory_of(self._native, self._info)
         self._description = StageIdentity(
             adapter=ADAPTER,
             architecture=ARCHITECTURE,
@@ -243,7 +269,7 @@ class LlamaEngine(NativeHandle):
             components=tuple(name for name, size in self._memory.state.items() if size),
             capabilities={"decode": "executable", FORK: "executable", CAPABILITY: RESERVED},
             runtime=runtime_version(),
-            devices=tuple(self._native.ffi.string(self._info.devices).decode("utf-8", "replace").splitlines()),
+            devices=tuple(_text(self._native, self._info.devices).splitlines()),
         )
 
     @property
@@ -257,6 +283,11 @@ class LlamaEngine(NativeHandle):
 
     def memory(self) -> MemoryReport:
         return self._memory
+
+    @property
+    def graph_splits(self) -> int:
+        """Parts of the graph that was laid out last: each beyond the first is a hand-over between devices."""
+        return int(self._info.graph_splits)
 
     def run(self, batch: Sequence[Work]) -> list[Output]:
         ffi, lib = self._native.ffi, self._native.lib

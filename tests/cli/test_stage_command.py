@@ -127,6 +127,7 @@ def test_a_ready_stage_says_what_it_is(stages: Callable[..., list[Stage]], small
     assert isinstance(stage, Stage)
     assert set(stage.line) == {
         "address", "layers", "artifact", "kernel_fingerprint", "devices", "weights_bytes", "state_bytes", "compute_bytes",
+        "device_bytes", "graph_splits",
     }  # fmt: skip
     assert stage.line["artifact"] == Artifact.open(small).identity
     assert all(device.startswith("CPU") for device in stage.line["devices"])  # exact numerics, the default
@@ -231,7 +232,7 @@ def test_up_gives_every_stage_what_the_route_says(small: Path, tmp_path: Path) -
     path = _route(
         tmp_path,
         '[context]\nn_ctx = 512\nn_batch = 64\nn_ubatch = 32\nn_seq_max = 2\ntype_k = "f32"\nflash_attn = false\n'
-        f'numerics = "native"\n{STAGE}metrics = "127.0.0.1:9701"\n',
+        f'numerics = "native"\n{STAGE}metrics = "127.0.0.1:9701"\ndevice = "CUDA0,CUDA1"\ngpu_layers = 5\n',
     )
     file = read_route_file(path)
     credentials = Credentials(Path("ca.pem"), Path("a.pem"), Path("a.key"))
@@ -243,7 +244,7 @@ def test_up_gives_every_stage_what_the_route_says(small: Path, tmp_path: Path) -
         f"stage {small} --layers=0:7 --listen=127.0.0.1:7701 --threads=3 --sessions=2 --ctx=512 --batch=64 --ubatch=32"
         f" --type-k=f32 --numerics=native --flash-attn=off --tls-ca={here}/ca.pem --tls-cert={here}/a.pem"
         f" --tls-key={here}/a.key --heartbeat=0.5 --log=debug --log-format=json"
-        " --metrics=127.0.0.1:9701 --allow-plain --json --until-stdin-closes"
+        " --metrics=127.0.0.1:9701 --device=CUDA0,CUDA1 --gpu-layers=5 --allow-plain --json --until-stdin-closes"
     )
 
 
