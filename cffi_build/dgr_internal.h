@@ -116,6 +116,17 @@ bool tells_of_memory(const std::string & reason);
 void check_metadata(const char * path, int32_t layer_begin, int32_t layer_end);
 
 //
+// weights
+//
+
+// Bytes that the tensors of a model take in their buffers.
+uint64_t tensor_bytes(const llama_model & model);
+
+// What of a mapped file is in memory becomes the tensors that are used there, and nothing else; with `prefetch` all of them
+// at once, on n_threads threads. `lock` keeps tensors in host memory where they are.
+void make_resident(const llama_model & model, bool mapped, bool prefetch, bool lock, int32_t n_threads);
+
+//
 // state
 //
 
@@ -171,13 +182,26 @@ void describe_devices(const dgr_stage & stage, dgr_stage_info & info);
 struct dgr_stage {
     dgr_stage_info info  = {};
     bool dry_run         = false;
-    uint32_t n_swa       = 0; // window of raw attention
-    uint32_t output_rows = 0; // most rows of logits that one batch has asked for
+    bool is_mapped       = false; // weights are where the file is mapped
+    uint32_t n_swa       = 0;     // window of raw attention
+    uint32_t output_rows = 0;     // most rows of logits that one batch has asked for
     dgr::model_ptr model;
     dgr::context_ptr ctx;
     dgr::batch_ptr batch; // kept: its buffer for the residual is large
     dgr::components components;
-    std::vector<bool> lost; // slots that native code left in an unknown state
+    std::vector<bool> lost;        // slots that native code left in an unknown state
+    std::vector<uint32_t> entered; // per slot: most tokens it was given since it was cleared, also in runs that failed
+    std::vector<uint64_t> changes; // per slot: grows with every change of what it holds
+    // How far the clearing of a slot is: its cells, then component, its layer, and the next row of it.
+    struct clearing {
+        bool under_way   = false;
+        uint32_t tokens  = 0; // whose rows are to be cleared
+        uint32_t cells   = 0; // that are to be freed
+        size_t component = 0;
+        size_t layer     = 0;
+        uint32_t row     = 0;
+    };
+    std::vector<clearing> clearings; // per slot
     std::atomic<bool> aborted = { false };
 
     bool is_head() const { return info.layer_begin == 0; }

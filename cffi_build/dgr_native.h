@@ -20,7 +20,7 @@ extern "C" {
 
 // Grows when this header changes; a package that was written for another one refuses the library.
 typedef enum dgr_abi {
-    DGR_ABI_VERSION = 5,
+    DGR_ABI_VERSION = 6,
 } dgr_abi;
 
 // As many as llama.cpp takes for a model.
@@ -28,8 +28,9 @@ typedef enum dgr_limit {
     DGR_MAX_DEVICES = 16,
 } dgr_limit;
 
-typedef struct dgr_stage dgr_stage; // one model range and its context
-typedef struct dgr_vocab dgr_vocab; // a tokenizer, loaded without weights
+typedef struct dgr_stage dgr_stage;                   // one model range and its context
+typedef struct dgr_vocab dgr_vocab;                   // a tokenizer, loaded without weights
+typedef struct dgr_summary_reader dgr_summary_reader; // a slot's state on its way into a summary
 
 typedef enum dgr_status {
     DGR_OK             = 0,
@@ -56,6 +57,8 @@ typedef struct dgr_stage_params {
     bool flash_attn;
     bool exact;         // reference kernels, no repacking: bits do not depend on batch structure or threads
     bool use_mmap;      // map the file instead of reading the owned tensors
+    bool prefetch;      // with use_mmap: fetch the owned tensors at once, not when they are first used
+    bool lock;          // keep the owned tensors in memory (mlock)
     bool check_tensors; // refuse non-finite weights at load
     bool dry_run;       // allocate nothing: dgr_stage_info tells the bytes, dgr_stage_run is refused
 } dgr_stage_params;
@@ -93,7 +96,7 @@ typedef struct dgr_stage_info {
     int32_t width_out;  // floats per token at the exit; 0 on a tail
     uint32_t n_ctx_seq; // tokens per sequence, after rounding
     uint32_t n_batch, n_ubatch, n_seq_max;
-    uint64_t weight_bytes;   // allocated for the owned tensors
+    uint64_t weight_bytes;   // allocated for the owned tensors; where the file is mapped, what they take of it
     uint64_t compute_bytes;  // allocated for graphs
     uint64_t state_bytes[7]; // allocated per component, all slots
     int32_t state_layers[7]; // layers that hold the component
@@ -132,6 +135,13 @@ typedef struct dgr_state_summary {
     dgr_component_summary components[7];
 } dgr_state_summary;
 
+// What a call of dgr_summary_read came to.
+typedef enum dgr_reading {
+    DGR_READING_MORE  = 0,
+    DGR_READING_DONE  = 1,
+    DGR_READING_MOVED = 2,
+} dgr_reading;
+
 typedef struct dgr_sample_params {
     float temperature; // <= 0: greedy
     int32_t top_k;     // <= 0: off
@@ -166,11 +176,18 @@ int32_t dgr_stage_info_get(const dgr_stage * stage, dgr_stage_info * out);
 int32_t dgr_stage_run(dgr_stage * stage, const dgr_run * run);
 int32_t dgr_stage_position(const dgr_stage * stage, int32_t slot, int32_t * out); // tokens committed
 int32_t dgr_stage_clear(dgr_stage * stage, int32_t slot);                         // every component of the slot to zero
+// The same in pieces of about n_bytes, between which other slots may run; this one cannot before *done.
+int32_t dgr_stage_clear_some(dgr_stage * stage, int32_t slot, uint64_t n_bytes, bool * done);
 // Copies all that a slot holds into an empty one, which then goes on by itself; the source is as it was. After DGR_ERR_LOST
 // the target alone must be cleared.
 int32_t dgr_stage_fork(dgr_stage * stage, int32_t source, int32_t target);
 int32_t dgr_stage_summary(const dgr_stage * stage, int32_t slot, dgr_state_summary * out);
-void dgr_stage_abort(dgr_stage * stage); // from any thread: the run in progress and all later ones fail
+// The same summary in pieces of about n_bytes, between which the stage may do other work; *out is filled when it is done. When
+// the slot itself has changed it is DGR_READING_MOVED: open another reader.
+int32_t dgr_summary_open(const dgr_stage * stage, int32_t slot, dgr_summary_reader ** out);
+int32_t dgr_summary_read(dgr_summary_reader * reader, uint64_t n_bytes, dgr_reading * reading, dgr_state_summary * out);
+void dgr_summary_close(dgr_summary_reader * reader); // NULL is fine; after its stage's end too
+void dgr_stage_abort(dgr_stage * stage);             // from any thread: the run in progress and all later ones fail
 
 // Draws from one row of logits with llama.cpp's sampler chain; needs no stage.
 int32_t dgr_sample(const float * logits, int32_t n_vocab, const int32_t * history, int32_t n_history,

@@ -184,6 +184,9 @@ static void fill_info(dgr_stage & stage) {
         info.weight_bytes += bytes.model;
         info.compute_bytes += bytes.compute;
     }
+    if (stage.is_mapped) { // a mapped buffer reaches from the first owned tensor to the last, whatever lies between
+        info.weight_bytes = tensor_bytes(*stage.model);
+    }
     for (int c = 0; c < DGR_N_COMPONENTS; ++c) {
         info.state_bytes[c]  = stage.components[c].bytes;
         info.state_layers[c] = (int32_t) stage.components[c].layers.size();
@@ -203,8 +206,10 @@ static std::unique_ptr<dgr_stage> open_stage(const char * path, const dgr_stage_
     stage->info.layer_begin  = hp.dgr_layer_begin;
     stage->info.layer_end    = hp.dgr_layer_end;
     stage->info.n_layer      = hp.n_layer();
+    stage->is_mapped         = p.use_mmap && !p.dry_run;
     if (!p.dry_run) {
         check_hash_routing(path, *stage->model);
+        make_resident(*stage->model, p.use_mmap, p.prefetch, p.lock, p.n_threads);
     }
 
     stage->ctx = make_context(path, p, *stage);
@@ -214,6 +219,9 @@ static std::unique_ptr<dgr_stage> open_stage(const char * path, const dgr_stage_
     find_components(stage->ctx.get(), stage->components);
     stage->batch.reset(llama_batch_ext_init(stage->ctx.get()));
     stage->lost.resize(p.n_seq_max, false);
+    stage->entered.resize(p.n_seq_max, 0);
+    stage->changes.resize(p.n_seq_max, 0);
+    stage->clearings.resize(p.n_seq_max);
     fill_info(*stage);
     return stage;
 }

@@ -1,4 +1,4 @@
-// A stage at work: batches run, positions told, slots cleared.
+// A stage at work: batches run, positions told.
 #include "dgr_internal.h"
 
 #include "llama-ext.h" // staging API: the residual leaves through the nextn embeddings
@@ -215,6 +215,11 @@ static void run_batch(dgr_stage & stage, const dgr_run & run) {
     const uint32_t rows = count_rows(stage, run);
     check_residual(stage, run);
     fill_batch(stage, run);
+    for (int32_t i = 0; i < run.n_tokens; ++i) {
+        const int32_t slot  = run.slots[i];
+        stage.entered[slot] = std::max(stage.entered[slot], (uint32_t) run.positions[i] + 1);
+        ++stage.changes[slot];
+    }
     decode(stage, run);
     stage.output_rows = std::max(stage.output_rows, rows);
     copy_outputs(stage, run, rows);
@@ -238,21 +243,6 @@ int32_t dgr_stage_position(const dgr_stage * stage, int32_t slot, int32_t * out)
         dgr::require("stage, out", stage, out);
         dgr::check_slot(*stage, slot);
         *out = dgr::position(*stage, slot);
-    });
-}
-
-int32_t dgr_stage_clear(dgr_stage * stage, int32_t slot) {
-    return dgr::guarded([&] {
-        dgr::require("stage", stage);
-        dgr::check_slot(*stage, slot);
-        if (stage->dry_run) {
-            dgr::refuse("the stage was opened with dry_run: it holds no state");
-        }
-        llama_synchronize(stage->ctx.get()); // what a failed run left on a device may still write
-        if (!llama_memory_seq_rm(llama_get_memory(stage->ctx.get()), slot, -1, -1)) {
-            dgr::fail(DGR_ERR_INTERNAL, "llama.cpp did not clear slot %d", slot);
-        }
-        stage->lost[slot] = false;
     });
 }
 

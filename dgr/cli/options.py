@@ -14,7 +14,7 @@ from dgr.core.mtp import CONTRACT, not_executable
 from dgr.core.values import ContextParams, Numerics
 from dgr.engine.devices import Placement
 from dgr.errors import InputError
-from dgr.wire.tcp import Credentials
+from dgr.wire.credentials import Credentials
 
 __all__ = [
     "add_context_arguments",
@@ -113,6 +113,7 @@ def add_context_arguments(parser: argparse.ArgumentParser) -> None:
         " (default: all)",
     )
     parser.add_argument("--mmap", action="store_true", help="map the model file instead of reading the owned tensors")
+    parser.add_argument("--mlock", action="store_true", help="lock the owned tensors in memory")
     add_reserved_arguments(parser)
 
 
@@ -172,4 +173,7 @@ def require_extra(what: str, extra: str, modules: Sequence[str]) -> None:
 
 
 def _lacks(name: str) -> bool:
-    return importlib.util.find_spec(name) is None
+    try:
+        return importlib.util.find_spec(name) is None
+    except ModuleNotFoundError:  # nor is there a package that it could be in
+        return True

@@ -14,6 +14,7 @@ from dgr.artifact.artifact import Artifact
 from dgr.client.pace import CHUNK_SECONDS
 from dgr.client.pipeline import Pipeline, Timeouts, open_pipeline_on
 from dgr.core.arguments import check_callable, check_flag, check_instance, check_whole, number, optional, whole
+from dgr.core.load import Side
 from dgr.core.mtp import refuse_value
 from dgr.core.route import LayerRange, Route, StageRef, parse_split
 from dgr.core.values import ContextParams, StageIdentity
@@ -136,7 +137,11 @@ class LocalCluster:
             self._boundaries[before, after] = leaving
             task_status.started(leaving)
             try:
-                await before.watch_successor(leaving)
+                with (
+                    after.traffic.counting(Side.PREVIOUS, before.name, arriving),
+                    before.traffic.counting(Side.NEXT, after.name, leaving),
+                ):
+                    await before.watch_successor(leaving)
             finally:
                 del self._boundaries[before, after]
 
@@ -157,7 +162,8 @@ class LocalCluster:
             open_link(near, limits, name=f"pipeline->{address}") as leaving,
         ):
             shard.start_soon(shard.serve_control, arriving)
-            yield leaving, shard.description
+            with shard.traffic.counting(Side.PIPELINE, "", arriving):
+                yield leaving, shard.description
 
 
 @asynccontextmanager
@@ -177,6 +183,7 @@ async def load_engines(
     *,
     threads: int = 1,
     mmap: bool = False,
+    mlock: bool = False,
     placement: Placement = ALL_DEVICES,
 ) -> list[LlamaEngine]:
     """Load one engine per range, side by side; when one fails, none stays behind.
@@ -185,6 +192,7 @@ async def load_engines(
     """
     check_whole("threads", threads, 1, MOST_THREADS)
     check_flag("mmap", mmap)
+    check_flag("mlock", mlock)
     if isinstance(model, str | Path):
         model = await trio.to_thread.run_sync(Artifact.open, model)
     artifacts = [model] * len(ranges) if isinstance(model, Artifact) else list(model)
@@ -194,7 +202,9 @@ async def load_engines(
     async def load(index: int, layers: LayerRange) -> None:
         try:
             engines[index] = await trio.to_thread.run_sync(
-                lambda: LlamaEngine(artifacts[index], layers, context, threads=threads, mmap=mmap, placement=placement)
+                lambda: LlamaEngine(
+                    artifacts[index], layers, context, threads=threads, mmap=mmap, mlock=mlock, placement=placement
+                )
             )
         except DgrError as error:
             failures.append(error)  # the others usually fail for the same reason: one is enough to report
@@ -249,6 +259,7 @@ async def open_pipeline(
     context: ContextParams | None = None,
     threads: int = 1,
     mmap: bool = False,
+    mlock: bool = False,
     memory_budget: int | str | None = None,
     placement: Placement = ALL_DEVICES,
     policy: ShardPolicy | None = None,
@@ -265,9 +276,10 @@ async def open_pipeline(
     ``model``: a GGUF (the first, if in parts), or a slice per stage, head first. ``split``: ``"0:15,15:29,29:43"`` or layer
     ranges; by default the whole model, or the layers of each slice. ``context``: tokens, batches, sequence slots and
     numerics of every stage (default: :class:`~dgr.core.values.ContextParams`). ``threads``: compute threads of each stage;
-    all together should not exceed the cores. ``mmap``: map the weights instead of reading them. ``memory_budget``: bytes,
-    ``"24GiB"`` or ``"50%"`` of the machine for weights, state and compute buffers of all stages together, as far as they lie
-    in the host's memory. ``placement``: the devices of each stage, and how many of its layers they hold. ``policy``: how
+    all together should not exceed the cores. ``mmap``: map the weights instead of reading them; ``mlock``: lock them in
+    memory. ``memory_budget``: bytes, ``"24GiB"`` or ``"50%"`` of the machine for weights, state and compute buffers of all
+    stages together, as far as they lie in the host's memory. ``placement``: the devices of each stage, and how many of its
+    layers they hold. ``policy``: how
     stages treat their sessions. ``chunk``, ``chunk_seconds``, ``window``, ``retries``, ``timeouts``: as in
     :func:`~dgr.client.pipeline.open_pipeline_on`. ``on_shard`` is called with every shard as it starts, to watch it.
     ``mtp`` is reserved: None.
@@ -307,7 +319,9 @@ async def open_pipeline(
             check_whole("memory_budget", memory_budget, 1)
         await trio.to_thread.run_sync(_check_fits, artifacts, route, context, placement, parse_budget(memory_budget))
     with ExitStack() as loaded:
-        engines = await load_engines(artifacts, ranges, context, threads=threads, mmap=mmap, placement=placement)
+        engines = await load_engines(
+            artifacts, ranges, context, threads=threads, mmap=mmap, mlock=mlock, placement=placement
+        )
         for engine in engines:
             loaded.callback(engine.stop)  # a shard stops its engine; not every engine may come to have one
         vocabulary = loaded.enter_context(LlamaVocabulary(artifacts[0]))

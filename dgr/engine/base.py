@@ -7,14 +7,14 @@ this module is specific to one architecture.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 from attrs import field, frozen
 
 from dgr.core.values import LogitsWanted, SamplingParams, StageIdentity, StateSummary, TopLogprob
 
-__all__ = ["FORK", "DeviceMemory", "MemoryReport", "Output", "ShardEngine", "Work"]
+__all__ = ["FORK", "DeviceMemory", "MemoryReport", "Output", "ShardEngine", "Work", "WorksInPieces"]
 
 #: The capability of copying a slot: :meth:`ShardEngine.fork`.
 FORK = "fork"
@@ -153,4 +153,23 @@ class ShardEngine(Protocol):
 
     def stop(self) -> None:
         """Release everything; idempotent. No call may be in progress."""
+        ...
+
+
+@runtime_checkable
+class WorksInPieces(Protocol):
+    """What an engine may have beside :class:`ShardEngine` whose slots are large, so that no other session waits for long.
+
+    Each piece takes some milliseconds and is a call of the engine, by its one owner; other slots may run in between.
+    """
+
+    def state_pieces(self, slot: int) -> Generator[StateSummary | None, None, None]:
+        """:meth:`ShardEngine.state_summary`, which comes last; None before.
+
+        It is of one moment: raises :class:`~dgr.errors.InputError` when the slot itself does not stand still.
+        """
+        ...
+
+    def close_pieces(self, slot: int) -> Generator[None, None, None]:
+        """:meth:`ShardEngine.close`; before the end the slot takes no work."""
         ...

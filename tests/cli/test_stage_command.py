@@ -25,9 +25,10 @@ from dgr.cli import main
 from dgr.cli.options import add_link_arguments, link_policy_of
 from dgr.cli.up import stage_command
 from dgr.cluster.connect import LinkPolicy
+from dgr.cluster.keeper import Keeper
 from dgr.cluster.route_file import read_route_file
 from dgr.core.route import LayerRange, StageRef
-from dgr.wire.tcp import Credentials
+from dgr.wire.credentials import Credentials
 
 LISTEN = ("--listen", "127.0.0.1:0")
 
@@ -40,7 +41,7 @@ def nothing_serves(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("it was not refused")
 
     monkeypatch.setattr(dgr.cli.stage, "_until_told", serve)
-    monkeypatch.setattr(dgr.cli.up, "_run_once", serve)
+    monkeypatch.setattr(Keeper, "_run_once", serve)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.1", "[::]", "stage-a.lan"])
@@ -92,6 +93,7 @@ def _program(arguments: list[str]) -> subprocess.Popen[bytes]:
         (("--layers", "0:7", *LISTEN, "--metrics", "9701"), "address '9701' is not HOST:PORT"),
         (("--layers", "0:7", *LISTEN, "--ttl", "0"), "--ttl is 0"),
         (("--layers", "0:7", *LISTEN, "--ttl", "nan"), "--ttl is nan"),
+        (("--layers", "0:7", *LISTEN, "--drain", "nan"), "--drain is nan"),
         (("--layers", "0:7", *LISTEN, "--numerics", "rough"), "invalid choice: 'rough'"),
         (("--layers", "0:7"), "the following arguments are required: --listen"),
         ((*LISTEN,), "the following arguments are required: --layers"),
@@ -189,6 +191,9 @@ FAR = '[[stage]]\naddress = "192.0.2.1:7701"\nlayers = "0:7"\n'
         (STAGE, ("--model", "SMALL", "--heartbeat", "0"), "--heartbeat is 0 seconds"),
         (STAGE, ("--model", "SMALL", "--tls-ca", "x"), "--tls-ca, --tls-cert and --tls-key go together"),
         (STAGE, ("--model", "SMALL", "--threads", "0"), "--threads is 0"),
+        (STAGE, ("--model", "SMALL", "--frozen-after", "0"), "--frozen-after is 0 seconds"),
+        (STAGE, ("--model", "SMALL", "--settle", "nan"), "--settle is nan seconds"),
+        (STAGE, ("--model", "SMALL", "--out", "live.toml"), "--out goes with --ray"),
         (f'{STAGE}metrics = "9701"', ("--model", "SMALL"), "metrics: address '9701' is not HOST:PORT"),
         (f'{STAGE}metrics = "127.0.0.1:0"', ("--model", "SMALL"), "give a port that a scraper can be told of, not 0"),
     ],
@@ -200,6 +205,27 @@ def test_what_up_refuses(
     assert result.code == 2
     assert message in result.err
     assert result.out == ""
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            ("--only", "127.0.0.1:7701", "--out", "live.toml"),
+            "--only names stages of this host, --ray places all of them",
+        ),
+        ((), "--ray needs --out ROUTE.toml"),
+        (("--out", "live.toml"), "install dgr with its extra `ray` (pip install 'dgr[ray]')"),
+    ],
+)
+def test_what_up_refuses_of_ray(
+    flags: tuple[str, ...], message: str, run: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    present = "install" not in message
+    monkeypatch.setattr("dgr.cli.options._lacks", lambda name: not present)
+    result = run("up", _route(tmp_path, STAGE), "--ray", "127.0.0.1:1", *flags)
+    assert result.code == 2
+    assert message in result.err
 
 
 def test_up_gives_every_stage_what_the_route_says(small: Path, tmp_path: Path) -> None:
