@@ -20,7 +20,7 @@ extern "C" {
 
 // Grows when this header changes; a package that was written for another one refuses the library.
 typedef enum dgr_abi {
-    DGR_ABI_VERSION = 5,
+    DGR_ABI_VERSION = 6,
 } dgr_abi;
 
 // As many as llama.cpp takes for a model.

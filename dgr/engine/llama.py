@@ -12,9 +12,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from dgr.artifact.artifact import Artifact
-from dgr.core.arguments import check_flag, check_instance, check_whole
 from dgr.core.buffers import new_buffer
-from dgr.core.host import available_memory
 from dgr.core.mtp import CAPABILITY, RESERVED, refuse_value
 from dgr.core.route import LayerRange
 from dgr.core.values import (
@@ -28,11 +26,11 @@ from dgr.core.values import (
     Wire,
 )
 from dgr.engine.address_space import has_address_limit
-from dgr.engine.base import FORK, DeviceMemory, MemoryReport, Output, Work
+from dgr.engine.base import FORK, MemoryReport, Output, Work
 from dgr.engine.devices import ALL_DEVICES, Placement
-from dgr.engine.files import open_stage
 from dgr.engine.native import Native, NativeHandle, default_native, kernel_fingerprint, runtime_version
 from dgr.engine.numerics import check_exact_types
+from dgr.engine.opening import MOST_THREADS, estimate_memory, given, memory_of, open_native, read_info, text_of
 from dgr.errors import EngineError, InputError
 from dgr.v4.hyper_parameters import ARCHITECTURE
 from dgr.v4.state_map import Component
@@ -42,16 +40,10 @@ __all__ = ["ADAPTER", "MOST_THREADS", "LlamaEngine", "draw_seed", "estimate_memo
 #: Name and version of this adapter; grows when its behaviour towards other stages changes.
 ADAPTER = "llama-v4/1"
 
-#: More compute threads than any machine has cores: what is above is a mistake.
-MOST_THREADS = 2**15
-
 #: Bytes of state read or cleared in one piece: some milliseconds, as a step of decoding takes.
 _PIECE = 32 << 20
 #: Times that a state is read which changes meanwhile.
 _READINGS = 3
-
-#: ggml_type of the K cache types the shim knows.
-_TYPE_K = {"f32": 0, "f16": 1, "q8_0": 8}
 
 #: ggml_type of residuals.
 _WIRE = {Wire.F32: 0, Wire.F16: 1, Wire.Q8: 8, Wire.BF16: 30}
@@ -82,79 +74,6 @@ def _seen_by_penalties(history: Sequence[int], params: SamplingParams) -> array[
         raise InputError(f"token id {wrong} of the history does not fit 32 bits") from None
 
 
-def _open(
-    native: Native,
-    artifact: Artifact,
-    layers: LayerRange,
-    context: ContextParams,
-    options: dict[str, int | bool],
-    placement: Placement = ALL_DEVICES,
-    needs: int = 0,
-) -> Any:
-    """A native stage handle; it must be closed. ``needs``: bytes of its weights, state and buffers, where they are known."""
-    if context.type_k not in _TYPE_K:
-        raise InputError(f"K-cache type {context.type_k!r} is not known; choose one of {', '.join(_TYPE_K)}")
-    params = native.ffi.new("dgr_stage_params *", native.lib.dgr_stage_params_default())
-    params.layer_begin, params.layer_end = layers.begin, layers.end
-    for name in ("n_ctx", "n_batch", "n_ubatch", "n_seq_max"):
-        setattr(params, name, getattr(context, name))
-    threads = options.get("threads", 1)
-    check_whole("threads", threads, 1, MOST_THREADS)
-    for name in ("mmap", "mlock", "check_tensors", "dry_run"):
-        check_flag(name, options.get(name, False))
-    params.n_threads = threads
-    params.type_k = _TYPE_K[context.type_k]
-    params.flash_attn = context.flash_attn
-    params.exact = context.numerics.exact_kernels
-    params.use_mmap = options.get("mmap", False)
-    # What does not fit beside the rest would drive itself out again.
-    params.prefetch = artifact.weight_bytes(layers) < available_memory()
-    params.lock = options.get("mlock", False)
-    params.check_tensors = options.get("check_tensors", False)
-    params.dry_run = options.get("dry_run", False)
-    check_instance("placement", placement, Placement)
-    names = None if placement.devices is None else native.ffi.new("char[]", ",".join(placement.devices).encode())
-    params.devices = native.ffi.NULL if names is None else names
-    if placement.gpu_layers:  # a tail's output is a layer to llama.cpp
-        params.gpu_layers = placement.gpu_layers + (layers.end == artifact.hp.n_layers)
-    elif placement.gpu_layers == 0:
-        params.gpu_layers = 0
-    return open_stage(native, artifact, layers, params, needs)
-
-
-def _given(
-    artifact: Artifact, layers: LayerRange | None, context: ContextParams | None
-) -> tuple[ContextParams, LayerRange]:
-    """The context and the layers of a stage: what was asked for, or the defaults."""
-    context = ContextParams() if context is None else context
-    layers = artifact.layers if layers is None else layers
-    check_instance("context", context, ContextParams)
-    check_instance("layers", layers, LayerRange)
-    return context, layers
-
-
-def _read_info(native: Native, stage: Any) -> Any:
-    info = native.ffi.new("dgr_stage_info *")
-    native.check(native.lib.dgr_stage_info_get(stage, info), "stage info")
-    return info
-
-
-def _text(native: Native, value: Any) -> str:
-    return str(native.ffi.string(value).decode("utf-8", "replace"))
-
-
-def _memory_of(native: Native, info: Any) -> MemoryReport:
-    return MemoryReport(
-        weights=int(info.weight_bytes),
-        compute=int(info.compute_bytes) + int(info.output_bytes),
-        state={component.value: int(info.state_bytes[i]) for i, component in enumerate(Component)},
-        devices={
-            _text(native, one.name): DeviceMemory(int(one.weight_bytes), int(one.compute_bytes), int(one.state_bytes))
-            for one in info.device_bytes[0 : info.n_device_bytes]
-        },
-    )
-
-
 def _summary_of(found: Any) -> StateSummary:
     components = tuple(
         ComponentSummary(
@@ -169,26 +88,6 @@ def _summary_of(found: Any) -> StateSummary:
         if part.n_layers
     )
     return StateSummary(int(found.position), components)
-
-
-def estimate_memory(
-    model: str | Path | Artifact,
-    layers: LayerRange | None = None,
-    context: ContextParams | None = None,
-    placement: Placement = ALL_DEVICES,
-) -> MemoryReport:
-    """What a stage would allocate, as the native allocator counts it, with nothing allocated.
-
-    To the byte on the CPU; a driver may round what it allocates for the host up a little.
-    """
-    artifact = model if isinstance(model, Artifact) else Artifact.open(model)
-    context, layers = _given(artifact, layers, context)
-    native = default_native()
-    stage = _open(native, artifact, layers, context, {"dry_run": True}, placement)
-    try:
-        return _memory_of(native, _read_info(native, stage))
-    finally:
-        native.lib.dgr_stage_close(stage)
 
 
 class LlamaEngine(NativeHandle):
@@ -219,10 +118,10 @@ class LlamaEngine(NativeHandle):
 
         ``threads``: compute threads; more than the free cores is hundreds of times slower (ggml spins). ``mmap``: map the
         file, and fetch the layers' tensors from it at once where they fit the memory. ``mlock``: keep them in memory, which
-        raises :class:`~dgr.errors.BudgetExceeded` where the process may not lock that much. ``placement``: the
-        devices that native numerics run on, and how many of the layers lie there. ``certified_only``: with exact numerics,
-        refuse types that the invariance suite has not passed here; only the suite itself turns this off. ``mtp`` is reserved:
-        None. Raises :class:`~dgr.errors.ArtifactError` for weights that are missing, misshapen or of another model,
+        raises :class:`~dgr.errors.BudgetExceeded` where the process may not lock that much. ``placement``: the devices that
+        native numerics run on, and how many of the layers lie there. ``certified_only``: with exact numerics, refuse types
+        that the invariance suite has not passed here; only the suite itself turns this off. ``mtp`` is reserved: None.
+        Raises :class:`~dgr.errors.ArtifactError` for weights that are missing, misshapen or of another model,
         :class:`~dgr.errors.NumericsRefused` for types that are not known to be exact here,
         :class:`~dgr.errors.BudgetExceeded` where the process or a device has no room for it,
         :class:`~dgr.errors.MtpNotExecutable`, :class:`~dgr.errors.InputError` for any other value, a device that is not there
@@ -230,14 +129,14 @@ class LlamaEngine(NativeHandle):
         """
         refuse_value("mtp", mtp)
         artifact = model if isinstance(model, Artifact) else Artifact.open(model)
-        context, layers = _given(artifact, layers, context)
+        context, layers = given(artifact, layers, context)
         artifact.check(layers)
         if certified_only and context.numerics.exact_kernels:
             check_exact_types((kind.label for kind in artifact.matrix_types(layers)), context.type_k)
         needs = estimate_memory(artifact, layers, context, placement).host if has_address_limit() else 0
         identity = artifact.verify_weights(layers)
         self._native = native or default_native()
-        self._stage = _open(
+        self._stage = open_native(
             self._native,
             artifact,
             layers,
@@ -246,14 +145,14 @@ class LlamaEngine(NativeHandle):
             placement,
             needs,
         )
-        self._info = _read_info(self._native, self._stage)
+        self._info = read_info(self._native, self._stage)
         context = replace(
             context,
             n_ctx=self._info.n_ctx_seq,
             n_batch=self._info.n_batch,
             n_ubatch=self._info.n_ubatch,
         )
-        self._memory = _memory_of(self._native, self._info)
+        self._memory = memory_of(self._native, self._info)
         self._description = StageIdentity(
             adapter=ADAPTER,
             architecture=ARCHITECTURE,
@@ -269,7 +168,7 @@ class LlamaEngine(NativeHandle):
             components=tuple(name for name, size in self._memory.state.items() if size),
             capabilities={"decode": "executable", FORK: "executable", CAPABILITY: RESERVED},
             runtime=runtime_version(),
-            devices=tuple(_text(self._native, self._info.devices).splitlines()),
+            devices=tuple(text_of(self._native, self._info.devices).splitlines()),
         )
 
     @property
