@@ -81,7 +81,6 @@ class SessionActor:
         description: StageIdentity,
         reply: Reply,
         forward: Forward,
-        idle_timeout: float,
         ring: int,
         on_end: Callable[[SessionActor], None],
         origin: Origin | None = None,
@@ -99,11 +98,11 @@ class SessionActor:
         self._description = description
         self._reply = reply
         self._forward = forward
-        self._idle_timeout = idle_timeout
         self._ring = ring
         self._on_end = on_end
         self._machine = StateMachine(SESSION)
         self._scope = trio.CancelScope()
+        self._is_ending = False
         self._send, self._receive = trio.open_memory_channel[_Delivery](INBOX)
         #: Requests taken and not dealt with yet: in the inbox, on their way out of it, or being handled; a fork is one.
         self._undone = 0 if origin is None else 1
@@ -133,7 +132,7 @@ class SessionActor:
     @property
     def is_ending(self) -> bool:
         """Whether it takes no more work: :meth:`end` was called, or its supervisor leaves."""
-        return self._scope.cancel_called or self.state in (SessionState.CLOSING, SessionState.CLOSED)
+        return self._is_ending
 
     # --- the interface of the supervisor ---
 
@@ -153,8 +152,9 @@ class SessionActor:
 
     def end(self, end_reason: Miss | None) -> None:
         """Begin the end; :attr:`ended` tells when it is complete. Ending twice is harmless."""
-        if self.is_ending:
+        if self._is_ending:
             return
+        self._is_ending = True
         self.end_reason = end_reason
         self._scope.cancel()
 
@@ -181,6 +181,7 @@ class SessionActor:
                 if self._origin is None or await self._begin_as(self._origin):
                     await self._serve()
         finally:
+            self._is_ending = True
             self._machine.fire(SessionEvent.END)
             try:
                 with trio.CancelScope(shield=True):
@@ -219,13 +220,7 @@ class SessionActor:
 
     async def _serve(self) -> None:
         while True:
-            with trio.move_on_after(self._idle_timeout) as patience:
-                frame, payload, consumed = await self._receive.receive()
-            if patience.cancelled_caught:
-                if self._undone:
-                    continue  # work came in the very moment
-                self.end(Miss.EXPIRED)
-                await trio.sleep_forever()
+            frame, payload, consumed = await self._receive.receive()
             try:
                 await self._handle(frame, payload)
             finally:

@@ -24,6 +24,7 @@ from dgr.engine.base import ShardEngine
 from dgr.engine.budget import check_budget
 from dgr.errors import LinkBroken, WireError
 from dgr.protocol.states import EpochState
+from dgr.stage.expiry import expire_idle
 from dgr.stage.ledger import Lease, Ledger
 from dgr.stage.peers import close, confined, grant, say_ready
 from dgr.stage.scheduler import Scheduler
@@ -95,7 +96,7 @@ class Shard:
         )
         self.ledger = Ledger(memory, self.description.context.n_seq_max)
         self.scheduler = Scheduler(engine)
-        self.idle_timeout = idle_timeout
+        self._idle_timeout = idle_timeout
         self.min_idle = min_idle
         self.fence_timeout = fence_timeout
         self._engine = engine
@@ -127,6 +128,10 @@ class Shard:
         return [actor for supervisor in self._routes.values() for actor in supervisor.sessions.values()]
 
     # --- the interface of supervisors ---
+
+    def free_slot(self, owner: Hashable) -> Lease | None:
+        """A slot that is free, unless others wait for one."""
+        return None if self._leasing.locked() else self.ledger.lease(owner)
 
     async def lease(
         self, owner: Hashable, wanted: Callable[[], bool], spared: SessionActor | None = None
@@ -189,8 +194,9 @@ class Shard:
     async def _serve_control(self, link: Link) -> None:
         async with open_nursery() as nursery:
             try:
-                async for received in link:
-                    await self._on_control(link, received.frame, received.payload, nursery)
+                while batch := await link.receive():
+                    for received in batch:
+                        await self._on_control(link, received.frame, received.payload, nursery)
             except WireError:
                 # Broken or hostile: either way the link is over, and nothing else of the shard is touched.
                 pass
@@ -204,8 +210,9 @@ class Shard:
         """Read the link of a previous stage, which the route knows as ``peer``, until it ends; the link is closed."""
         with confined(f"link {link.name}"):
             try:
-                async for received in link:
-                    self._on_boundary(link, peer, received)
+                while batch := await link.receive():
+                    for received in batch:
+                        self._on_boundary(link, peer, received)
             except WireError:
                 # As above. The pipeline learns of a dead stage on its own control link to it.
                 pass
@@ -379,6 +386,8 @@ class Shard:
             try:
                 async with open_nursery() as nursery:
                     self._nursery = nursery
+                    if self._idle_timeout < math.inf:
+                        nursery.start_soon(expire_idle, self._actors, self._idle_timeout)
                     task_status.started()
                     try:
                         await trio.sleep_forever()
