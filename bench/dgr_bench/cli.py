@@ -19,7 +19,7 @@ from dgr_bench.certify import real_model, verify
 from dgr_bench.drill import command as drill
 from dgr_bench.frontier import command as frontier
 from dgr_bench.overhead import command as overhead
-from dgr_bench.overhead import hops, sessions
+from dgr_bench.overhead import hops, prefill, servers, sessions
 from dgr_bench.results import SCHEMA
 
 _COMMANDS = (
@@ -34,6 +34,8 @@ _COMMANDS = (
     overhead.COMMAND,
     hops.COMMAND,
     sessions.COMMAND,
+    servers.COMMAND,
+    prefill.COMMAND,
 )
 
 

@@ -31,7 +31,9 @@ _FILE = "result.json"
 #: Whoever holds it writes to the folder.
 _LOCK = ".lock"
 
-Kind = Literal["certify", "frontier", "overhead", "drill", "hops", "sessions", "selftest", "compare"]
+Kind = Literal[
+    "certify", "frontier", "overhead", "drill", "hops", "sessions", "servers", "prefill", "selftest", "compare"
+]
 
 
 class Result(msgspec.Struct, kw_only=True):
