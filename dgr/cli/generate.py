@@ -13,14 +13,13 @@ import attrs
 import msgspec
 import trio
 
-from dgr.cli.options import add_link_arguments, add_model_arguments, link_policy_of
-from dgr.cli.pipelines import add_route_argument, open_local, route_of
+from dgr.cli.options import add_link_arguments, add_model_arguments
+from dgr.cli.pipelines import add_route_argument, open_either
 from dgr.cli.progress import Activity, progress_bar, say_above
 from dgr.cli.streams import print_json, read_prompt
 from dgr.client.events import Event, PrefillProgress, RouteChanged, drain
 from dgr.client.generation import GeneratedToken
 from dgr.client.pipeline import Pipeline, Timeouts
-from dgr.cluster.connect import open_route
 from dgr.cluster.local import open_pipeline
 from dgr.core.units import human_bytes
 from dgr.core.values import SamplingParams
@@ -70,19 +69,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _open(args: argparse.Namespace, shards: list[Shard]) -> AbstractAsyncContextManager[Pipeline]:
-    if args.route is None:
-        if args.wait is not None:
-            raise InputError("--wait is for stages elsewhere: give --route with it")
-        return open_local(args, shards.append)
-    file, args.model = route_of(args)
-    return open_route(
-        file,
-        policy=link_policy_of(args, file.tls),
-        model=args.model,
-        chunk=args.chunk,
-        chunk_seconds=args.chunk_seconds,
-        timeouts=_timeouts(args.wait),
-    )
+    if args.route is None and args.wait is not None:
+        raise InputError("--wait is for stages elsewhere: give --route with it")
+    return open_either(args, shards.append, timeouts=_timeouts(args.wait))
 
 
 def _timeouts(wait: float | None) -> Timeouts:

@@ -13,7 +13,7 @@ from dgr.cluster.connect import LinkPolicy
 from dgr.core.mtp import CONTRACT, not_executable
 from dgr.core.values import ContextParams, Numerics
 from dgr.errors import InputError
-from dgr.wire.tcp import Credentials
+from dgr.wire.credentials import Credentials
 
 __all__ = [
     "add_context_arguments",
@@ -150,4 +150,7 @@ def require_extra(what: str, extra: str, modules: Sequence[str]) -> None:
 
 
 def _lacks(name: str) -> bool:
-    return importlib.util.find_spec(name) is None
+    try:
+        return importlib.util.find_spec(name) is None
+    except ModuleNotFoundError:  # nor is there a package that it could be in
+        return True

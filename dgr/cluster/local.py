@@ -14,6 +14,7 @@ from dgr.artifact.artifact import Artifact
 from dgr.client.pace import CHUNK_SECONDS
 from dgr.client.pipeline import Pipeline, Timeouts, open_pipeline_on
 from dgr.core.arguments import check_callable, check_flag, check_instance, check_whole, number, optional, whole
+from dgr.core.load import Side
 from dgr.core.mtp import refuse_value
 from dgr.core.route import LayerRange, Route, StageRef, parse_split
 from dgr.core.values import ContextParams, StageIdentity
@@ -135,7 +136,11 @@ class LocalCluster:
             self._boundaries[before, after] = leaving
             task_status.started(leaving)
             try:
-                await before.watch_successor(leaving)
+                with (
+                    after.traffic.counting(Side.PREVIOUS, before.name, arriving),
+                    before.traffic.counting(Side.NEXT, after.name, leaving),
+                ):
+                    await before.watch_successor(leaving)
             finally:
                 del self._boundaries[before, after]
 
@@ -156,7 +161,8 @@ class LocalCluster:
             open_link(near, limits, name=f"pipeline->{address}") as leaving,
         ):
             shard.start_soon(shard.serve_control, arriving)
-            yield leaving, shard.description
+            with shard.traffic.counting(Side.PIPELINE, "", arriving):
+                yield leaving, shard.description
 
 
 @asynccontextmanager

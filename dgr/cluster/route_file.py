@@ -44,7 +44,7 @@ class RouteFile:
         certificate = "keys/client.pem"
         key = "keys/client.key"
 
-        [[stage]]                     # head first
+        [[stage]]                     # head first; another one of the same layers is a spare of the first
         address = "10.0.0.1:7701"
         layers = "0:22"
         model = "slice-0-22.gguf"     # optional, for dgr up: the file of this stage, where it is not the model above
@@ -64,6 +64,15 @@ class RouteFile:
     stage_models: Mapping[str, Path] = field(factory=dict)
     #: Addresses of the stages' metrics, by the stage's address.
     stage_metrics: Mapping[str, str] = field(factory=dict)
+    #: Stages that own the same layers as one of the route, which was named before: they take over when that one is lost.
+    spares: tuple[StageRef, ...] = ()
+
+    @property
+    def stages(self) -> tuple[StageRef, ...]:
+        """All of them: those of the route, each followed by its spares."""
+        return tuple(
+            ref for one in self.route.stages for ref in (one, *(two for two in self.spares if two.layers == one.layers))
+        )
 
 
 def read_route_file(path: str | Path) -> RouteFile:
@@ -74,7 +83,8 @@ def read_route_file(path: str | Path) -> RouteFile:
     stages = data.get("stage", [])
     if not stages:
         raise InvalidRoute(f"{path} names no [[stage]]; give every stage an address and layers, head first")
-    refs = []
+    refs: list[StageRef] = []
+    spares: list[StageRef] = []
     stage_models: dict[str, Path] = {}
     stage_metrics: dict[str, str] = {}
     for index, stage in enumerate(stages):
@@ -89,7 +99,10 @@ def read_route_file(path: str | Path) -> RouteFile:
             layers = LayerRange.parse(stage["layers"])
         except InvalidLayerRange as error:
             raise InvalidRoute(f"{where}: {error}") from error
-        refs.append(StageRef(stage["address"], layers))
+        if any(ref.address == stage["address"] for ref in (*refs, *spares)):
+            raise InvalidRoute(f"{where}: address {stage['address']!r} is named twice; a stage has one place")
+        among = spares if any(ref.layers == layers for ref in refs) else refs
+        among.append(StageRef(stage["address"], layers))
         if "model" in stage:
             stage_models[stage["address"]] = path.parent / stage["model"]
         if "metrics" in stage:
@@ -112,6 +125,7 @@ def read_route_file(path: str | Path) -> RouteFile:
         tls=None if tls is None else (base / tls["ca"], base / tls["certificate"], base / tls["key"]),
         stage_models=stage_models,
         stage_metrics=stage_metrics,
+        spares=tuple(spares),
     )
 
 
@@ -161,7 +175,7 @@ def format_route_file(file: RouteFile) -> str:
     if file.tls is not None:
         lines += ["", "[tls]"]
         lines += [f"{key} = {relative(path)}" for key, path in zip(_TLS, file.tls, strict=True)]
-    for ref in file.route.stages:
+    for ref in file.stages:
         lines += ["", "[[stage]]", f"address = {_quoted(ref.address)}", f"layers = {_quoted(str(ref.layers))}"]
         if ref.address in file.stage_models:
             lines.append(f"model = {relative(file.stage_models[ref.address])}")

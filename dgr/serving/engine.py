@@ -14,14 +14,12 @@ from __future__ import annotations
 import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from enum import StrEnum
 
 import trio
-from attrs import define, field, frozen
 
 from dgr.client.generation import GeneratedToken, Generation
 from dgr.client.pipeline import Pipeline
-from dgr.core.values import SamplingParams
+from dgr.client.tracing import RequestTrace
 from dgr.errors import (
     ClosedError,
     ContextLimitExceeded,
@@ -37,6 +35,7 @@ from dgr.errors import (
 )
 from dgr.protocol.sampling import check_sampling
 from dgr.protocol.states import RouteState
+from dgr.serving.jobs import Counters, Job, Phase, ServingLimits, Usage
 from dgr.serving.line import Line, Place
 from dgr.serving.sessions import KeptSession, Miss, SessionPool, Turn
 from dgr.serving.shared import SharedPrompt
@@ -47,84 +46,15 @@ __all__ = ["Answer", "Job", "Phase", "ServingEngine", "ServingLimits", "Usage", 
 _SOON = 1.0
 
 
-@frozen
-class ServingLimits:
-    """Bounds of a server."""
-
-    #: Conversations answered at once, and kept between requests; None: as many as the stages have slots (n_seq_max) beside
-    #: those of ``prefixes``.
-    sessions: int | None = None
-    #: Slots for copies of states on the way; None: those that ``sessions`` leaves.
-    prefixes: int | None = None
-    #: Requests that may wait for a slot.
-    max_waiting: int = 64
-    #: Prompt tokens of all that wait; None: eight contexts' worth.
-    max_waiting_tokens: int | None = None
-    #: Seconds from admission to the last token.
-    deadline: float = 1800.0
-
-    def __attrs_post_init__(self) -> None:
-        if min(self.max_waiting, self.max_waiting_tokens or 0, self.prefixes or 0) < 0 or not self.deadline > 0:
-            raise InputError(f"limits of a server cannot be negative, and its deadline must be above 0: {self}")
-
-
-@frozen
-class Job:
-    """What shall be answered."""
-
-    prompt: tuple[int, ...]
-    max_tokens: int
-    sampling: SamplingParams = field(factory=SamplingParams)
-    #: Token ids that end the answer; they are not part of it.
-    stop: frozenset[int] = frozenset()
-    #: Tokens drawn before one of ``stop`` ends the answer; an earlier one is part of it.
-    min_tokens: int = 0
-    #: Whether whoever asks chose the seed. If not, an answer that was left may be gone on with under its own.
-    seeded: bool = True
-    #: What it has in common with other jobs of the same prompt, which is evaluated once for all.
-    shared: SharedPrompt | None = field(default=None, eq=False)
-
-
-class Phase(StrEnum):
-    """How far an answer is."""
-
-    #: In the line, for a slot.
-    WAITING = "waiting"
-    #: Its prompt is being evaluated.
-    PREFILL = "prefill"
-    #: Its tokens are being drawn.
-    DECODE = "decode"
-    #: It is complete, refused or left.
-    ENDED = "ended"
-
-
-@define
-class Usage:
-    """Tokens of one answer."""
-
-    prompt: int
-    #: Of the prompt, those that no stage evaluated for this request.
-    cached: int = 0
-    #: Tokens drawn, without the one that ended the answer.
-    completion: int = 0
-
-
-@define
-class Counters:
-    """What a server counts over its life; prompts once their answer has ended, if it drew a token at all."""
-
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    completion_tokens: int = 0
-    #: Answers left before their end by whoever had asked.
-    cancelled: int = 0
-
-
 class Answer:
     """The answer to one :class:`Job`: an asynchronous iterator of its tokens. Made by :meth:`ServingEngine.admit`."""
 
-    def __init__(self, serving: ServingEngine, job: Job, place: Place, deadline: float) -> None:
+    def __init__(
+        self, serving: ServingEngine, job: Job, place: Place, deadline: float, trace: RequestTrace | None = None
+    ) -> None:
         self.job = job
+        #: The request that it is part of, if that is traced.
+        self.trace = trace
         self.usage = Usage(len(job.prompt))
         self.phase = Phase.WAITING
         #: At the end: ``stop`` or ``length``.
@@ -273,6 +203,8 @@ class Answer:
 
     def _hold(self, kept: KeptSession) -> None:
         self.kept = kept
+        if self.trace is not None:
+            self.trace.follow(kept.session)
         self.usage.cached, self._sent = min(kept.session.committed, self.usage.prompt), kept.session.sent_in_all
 
     async def _evaluate_for_all(self, shared: SharedPrompt) -> None:
@@ -365,17 +297,20 @@ class ServingEngine:
             )
 
     @asynccontextmanager
-    async def admit(self, job: Job, deadline: float | None = None) -> AsyncIterator[Answer]:
+    async def admit(
+        self, job: Job, deadline: float | None = None, *, trace: RequestTrace | None = None
+    ) -> AsyncIterator[Answer]:
         """A place in the line for ``job``, given back with the block.
 
         Raises at once, with nothing begun: :class:`~dgr.errors.NotServing`, :class:`~dgr.errors.QueueFull`,
-        :class:`~dgr.errors.InputError`. ``deadline``: seconds, at most those of the limits.
+        :class:`~dgr.errors.InputError`. ``deadline``: seconds, at most those of the limits. ``trace``: the request's, if it
+        is traced; the work of its stages is noted there.
         """
         self.refuse_if_not_serving()
         self._check(job)
         place = self.line.enter(len(job.prompt))
         seconds = self.limits.deadline if deadline is None else min(deadline, self.limits.deadline)
-        answer = Answer(self, job, place, seconds)
+        answer = Answer(self, job, place, seconds, trace)
         self._answers.add(answer)
         try:
             yield answer
@@ -396,6 +331,8 @@ class ServingEngine:
         if answer.kept is not None:
             if answer.finish_reason is not None:
                 answer.kept.unfinished = None
+            if answer.trace is not None:
+                answer.trace.leave(answer.kept.session)
             self.sessions.give_back(answer.kept)
         self.line.leave(answer.place)
 

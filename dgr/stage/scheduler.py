@@ -17,6 +17,7 @@ from dgr.errors import EngineError, InputError, NonFinite
 from dgr.stage.engine_thread import EngineThread
 from dgr.stage.ready import ReadyWork, is_decode
 from dgr.stage.statistics import BatchCounts, SchedulerStatistics
+from dgr.stage.tracing import StepTimes
 
 __all__ = ["Scheduler", "StepResult"]
 
@@ -44,6 +45,8 @@ class _Request:
     ring: int
     #: When it was ready, in trio's time.
     came: float
+    #: Where its times are noted, if anybody wants them.
+    times: StepTimes | None = None
     done: trio.Event = field(factory=trio.Event)
     outcome: StepResult | EngineError | InputError | None = None
     #: The session gave up waiting before the step began.
@@ -134,6 +137,7 @@ class Scheduler:
         self._decode, self._prefill = BatchCounts(), BatchCounts()
         #: When the batch under way began; None when none is.
         self._began: float | None = None
+        self._longest = 0.0
 
     def statistics(self) -> SchedulerStatistics:
         decode, prefill = self._decode.snapshot(), self._prefill.snapshot()
@@ -144,6 +148,7 @@ class Scheduler:
             decode=decode,
             prefill=prefill,
             running_seconds=0.0 if self._began is None else trio.current_time() - self._began,
+            longest_seconds=self._longest,
         )
 
     async def run(self) -> None:
@@ -163,10 +168,15 @@ class Scheduler:
 
     def _count(self, batch: list[_Request], began: float, now: float) -> None:
         counts = self._decode if is_decode(batch[0]) else self._prefill
+        tokens = sum(len(request.work.tokens) for request in batch)
         counts.seconds.add(now - began)
-        counts.tokens.add(sum(len(request.work.tokens) for request in batch))
+        self._longest = max(self._longest, now - began)
+        counts.tokens.add(tokens)
         for request in batch:
             counts.waits.add(began - request.came)
+            if (times := request.times) is not None:
+                times.began, times.ended = began, now
+                times.batch_items, times.batch_tokens = len(batch), tokens
 
     async def _run(self, batch: list[_Request]) -> None:
         try:
@@ -188,15 +198,22 @@ class Scheduler:
         return found
 
     async def step(
-        self, work: Work, sampling: SamplingParams | None, history: Sequence[int], *, ring: int = 1
+        self,
+        work: Work,
+        sampling: SamplingParams | None,
+        history: Sequence[int],
+        *,
+        ring: int = 1,
+        times: StepTimes | None = None,
     ) -> StepResult:
         """Run one session's work, merged with whatever else is ready. ``ring``: see :class:`~dgr.stage.ready.ReadyRequest`.
+        ``times`` is told when that was.
 
         Raises InputError when a guard refused (nothing changed), EngineError when the session is lost. Cancelled while
         waiting: a step that has begun still ends, its result is dropped.
         """
         now = trio.current_time()
-        request = _Request(work, sampling, history, ring, now)
+        request = _Request(work, sampling, history, ring, now, times)
         self._ready.add(request, now)
         self._came.set()
         try:

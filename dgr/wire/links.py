@@ -22,13 +22,14 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import trio
 from attrs import frozen
 
 from dgr.errors import ClosedError, FrameError, LinkBroken, Overloaded
+from dgr.wire.clocks import ClockQuestions
 from dgr.wire.frames import Boundary, Credit, Frame, Logits, Ping, Pong
 from dgr.wire.framing import Framer, Limits, Received, encode
 from dgr.wire.memory import DirectTransport
@@ -74,6 +75,9 @@ class Link:
     def __init__(self, transport: trio.abc.Stream, limits: Limits, name: str, heartbeat: float | None) -> None:
         self.name = name
         self.limits = limits
+        #: What this side says when it is asked for the time.
+        self.clock: Callable[[], float] = trio.current_time
+        self.clock_questions = ClockQuestions()
         self._heartbeat = heartbeat
         self._transport = transport
         #: Where bytes go without a turn of the event loop for the writer. One with a heartbeat has to see each write.
@@ -129,6 +133,11 @@ class Link:
         if granted is not None:
             # The largest payload always finds room in what is not held back.
             self._due_at = max(min(granted // 4, granted - self._framer.limits.under_way // 2), 0)
+
+    @property
+    def backlog(self) -> int:
+        """Control messages that wait to be written."""
+        return len(self._outbox.control)
 
     # --- sending ---
 
@@ -333,10 +342,12 @@ class Link:
                 self._take_credit(frame.bytes)
             case Ping():
                 if frame.nonce and self._is_open:
-                    self.send_nowait(Pong(frame.nonce))
+                    self.send_nowait(Pong(frame.nonce, self.clock()))
             case Pong() if frame.nonce == _KEEPALIVE:
                 if self._pinged is not None:
                     self._round_trip, self._pinged = trio.current_time() - self._pinged, None
+            case Pong() if self.clock_questions.answer(frame.nonce, frame.clock, self.clock()):
+                pass
             case _:
                 return False
         return True

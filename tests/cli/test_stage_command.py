@@ -25,9 +25,10 @@ from dgr.cli import main
 from dgr.cli.options import add_link_arguments, link_policy_of
 from dgr.cli.up import stage_command
 from dgr.cluster.connect import LinkPolicy
+from dgr.cluster.keeper import Keeper
 from dgr.cluster.route_file import read_route_file
 from dgr.core.route import LayerRange, StageRef
-from dgr.wire.tcp import Credentials
+from dgr.wire.credentials import Credentials
 
 LISTEN = ("--listen", "127.0.0.1:0")
 
@@ -40,7 +41,7 @@ def nothing_serves(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("it was not refused")
 
     monkeypatch.setattr(dgr.cli.stage, "_until_told", serve)
-    monkeypatch.setattr(dgr.cli.up, "_run_once", serve)
+    monkeypatch.setattr(Keeper, "_run_once", serve)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.1", "[::]", "stage-a.lan"])
@@ -92,6 +93,7 @@ def _program(arguments: list[str]) -> subprocess.Popen[bytes]:
         (("--layers", "0:7", *LISTEN, "--metrics", "9701"), "address '9701' is not HOST:PORT"),
         (("--layers", "0:7", *LISTEN, "--ttl", "0"), "--ttl is 0"),
         (("--layers", "0:7", *LISTEN, "--ttl", "nan"), "--ttl is nan"),
+        (("--layers", "0:7", *LISTEN, "--drain", "nan"), "--drain is nan"),
         (("--layers", "0:7", *LISTEN, "--numerics", "rough"), "invalid choice: 'rough'"),
         (("--layers", "0:7"), "the following arguments are required: --listen"),
         ((*LISTEN,), "the following arguments are required: --layers"),
@@ -188,6 +190,8 @@ FAR = '[[stage]]\naddress = "192.0.2.1:7701"\nlayers = "0:7"\n'
         (STAGE, ("--model", "SMALL", "--heartbeat", "0"), "--heartbeat is 0 seconds"),
         (STAGE, ("--model", "SMALL", "--tls-ca", "x"), "--tls-ca, --tls-cert and --tls-key go together"),
         (STAGE, ("--model", "SMALL", "--threads", "0"), "--threads is 0"),
+        (STAGE, ("--model", "SMALL", "--frozen-after", "0"), "--frozen-after is 0 seconds"),
+        (STAGE, ("--model", "SMALL", "--settle", "nan"), "--settle is nan seconds"),
         (f'{STAGE}metrics = "9701"', ("--model", "SMALL"), "metrics: address '9701' is not HOST:PORT"),
         (f'{STAGE}metrics = "127.0.0.1:0"', ("--model", "SMALL"), "give a port that a scraper can be told of, not 0"),
     ],

@@ -74,9 +74,29 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     assert read_route_file(path) == file
 
 
+def test_another_stage_of_the_same_layers_is_a_spare_wherever_it_stands(tmp_path: Path) -> None:
+    path = tmp_path / "route.toml"
+    path.write_text(
+        "".join(
+            f'[[stage]]\naddress = "h:{port}"\nlayers = "{layers}"\nmetrics = "h:{port + 100}"\n'
+            for port, layers in ((1, "0:22"), (2, "22:43"), (3, "0:22"), (4, "22:43"), (5, "0:22"))
+        )
+    )
+    file = read_route_file(path)
+    assert [ref.address for ref in file.route.stages] == ["h:1", "h:2"]
+    assert [ref.address for ref in file.spares] == ["h:3", "h:4", "h:5"]
+    assert [ref.address for ref in file.stages] == ["h:1", "h:3", "h:5", "h:2", "h:4"]
+    assert file.stage_metrics["h:5"] == "h:105"
+    file.route.check(43)
+    path.write_text(format_route_file(file))
+    again = read_route_file(path)
+    assert (again.route, again.stages) == (file.route, file.stages)
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
+        (STAGE + STAGE, "[[stage]] 1: address '10.0.0.1:7701' is named twice"),
         ("", "names no [[stage]]"),
         ("stage = []", "names no [[stage]]"),
         ("[stage]\naddress = 'x'", "stage is {'address': 'x'}, but must be a list"),

@@ -25,7 +25,8 @@ from dgr.errors import DgrError, LinkBroken
 from dgr.testing.network.proxy import FaultyProxy, open_proxy
 from dgr.v4.hyper_parameters import V4_FLASH
 from dgr.wire import Limits, Link, frames, memory_transports, open_link
-from dgr.wire.tcp import Credentials, accept_tls, dial, listen
+from dgr.wire.credentials import Credentials
+from dgr.wire.tcp import accept_tls, dial, listen
 
 #: Links of V4 Flash: the residual stream is four times as wide as the model.
 WIDTH = 4 * V4_FLASH.n_embd
@@ -74,7 +75,8 @@ async def _echo(transport: trio.abc.Stream) -> None:
 
 async def _serve(credentials: Credentials | None) -> None:
     """Be the far side in a process of its own; print the port."""
-    listeners, tls = await listen(f"{_HOST}:0", credentials=credentials)
+    listeners = await listen(f"{_HOST}:0", credentials=credentials)
+    tls = None if credentials is None else credentials.context(server=True)
     print(listeners[0].socket.getsockname()[1], flush=True)
 
     async def take(stream: trio.SocketStream) -> None:
