@@ -32,7 +32,20 @@ _FILE = "result.json"
 _LOCK = ".lock"
 
 Kind = Literal[
-    "certify", "frontier", "overhead", "drill", "hops", "sessions", "servers", "prefill", "selftest", "compare"
+    "certify",
+    "frontier",
+    "overhead",
+    "drill",
+    "hops",
+    "sessions",
+    "servers",
+    "prefill",
+    "plan",
+    "wires",
+    "peers",
+    "widths",
+    "selftest",
+    "compare",
 ]
 
 

@@ -8,6 +8,7 @@ from importlib.metadata import version
 from typing import NoReturn
 
 from dgr.cli import (
+    benchmark,
     doctor,
     drain,
     fixture,
@@ -59,6 +60,7 @@ def _parser() -> argparse.ArgumentParser:
         serve,
         logits,
         plan,
+        benchmark,
         slices,
         stage,
         up,

@@ -13,7 +13,7 @@ import attrs
 import msgspec
 import trio
 
-from dgr.cli.options import add_link_arguments, add_model_arguments
+from dgr.cli.options import add_link_arguments, add_model_arguments, placement_of
 from dgr.cli.pipelines import add_route_argument, open_either
 from dgr.cli.progress import Activity, progress_bar, say_above
 from dgr.cli.streams import print_json, read_prompt
@@ -192,6 +192,8 @@ def _stage(shard: Shard) -> dict[str, Any]:
         "state_bytes": sum(memory.state.values()),
         "state": dict(memory.state),
         "compute_bytes": memory.compute,
+        "device_bytes": {name: device.total for name, device in memory.devices.items()},
+        "devices": list(shard.description.devices),
     }
 
 
@@ -208,6 +210,7 @@ def _print_stages(stages: list[dict[str, Any]]) -> None:
         print(
             f"{stage['name']:<9} layers {stage['layers']:<6} weights {human_bytes(stage['weights_bytes']):>11}"
             f"   state {human_bytes(stage['state_bytes']):>11}   compute {human_bytes(stage['compute_bytes']):>11}"
+            + "".join(f"   {human_bytes(size)} on {name}" for name, size in stage["device_bytes"].items())
         )
     print()
 
@@ -253,6 +256,9 @@ async def logits_digest(pipeline: Pipeline, tokens: list[int]) -> tuple[str, int
 async def _verify(args: argparse.Namespace, pipeline: Pipeline, transcript: list[int]) -> dict[str, Any]:
     ours, rows = await logits_digest(pipeline, transcript)
     context = msgspec.structs.replace(pipeline.context, n_seq_max=1)
-    async with open_pipeline(args.model, context=context, threads=args.threads, mmap=args.mmap) as whole:
+    placed = placement_of(args)
+    async with open_pipeline(
+        args.model, context=context, threads=args.threads, mmap=args.mmap, placement=placed
+    ) as whole:
         theirs, _ = await logits_digest(whole, transcript)
     return {"equal": ours == theirs, "rows": rows, "digest": ours, "whole_digest": theirs}

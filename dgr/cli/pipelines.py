@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 
-from dgr.cli.options import context_of, link_policy_of
+from dgr.cli.options import context_of, link_policy_of, placement_of
 from dgr.client.pipeline import Pipeline, Timeouts
 from dgr.cluster.connect import open_route
 from dgr.cluster.local import open_pipeline
@@ -40,7 +40,9 @@ def open_local(
         context=context_of(args),
         threads=args.threads,
         mmap=args.mmap,
+        mlock=args.mlock,
         memory_budget=args.memory,
+        placement=placement_of(args),
         chunk=args.chunk,
         chunk_seconds=args.chunk_seconds,
         on_shard=on_shard,

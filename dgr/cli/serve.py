@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import trio
 
 from dgr.artifact.artifact import Artifact
+from dgr.cli.notify import Notifier, open_notifier
 from dgr.cli.options import add_link_arguments, add_model_arguments, link_policy_of, require_extra
 from dgr.cli.pipelines import add_route_argument, open_local, route_of
 from dgr.cli.progress import progress_bar
@@ -22,6 +23,8 @@ from dgr.cli.streams import print_json, until_input_ends
 from dgr.client.pipeline import Pipeline, Timeouts
 from dgr.cluster.certificates import sources_of, watch
 from dgr.cluster.connect import open_route
+from dgr.cluster.follow import follow_route
+from dgr.cluster.route_file import RouteFile
 from dgr.core.units import human_bytes
 from dgr.engine.vocab import LlamaVocabulary
 from dgr.errors import InputError
@@ -55,6 +58,9 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
         " It prints its address when it is ready. On SIGINT or SIGTERM it admits nobody, lets answers end, and leaves.",
     )
     add_route_argument(parser)
+    parser.add_argument(
+        "--follow", action="store_true", help="with --route: read the file again and again, and go where it says"
+    )
     parser.add_argument(
         "--listen", default="127.0.0.1:8000", metavar="HOST:PORT", help="where (default: 127.0.0.1:8000)"
     )
@@ -170,7 +176,7 @@ async def _serve(args: argparse.Namespace) -> None:
     from dgr.serving.http.service import Service
 
     shards: list[Shard] = []
-    path, credentials, opening = _pipeline(args, shards.append)
+    path, credentials, opening, followed = _pipeline(args, shards.append)
     limits = ServingLimits(
         sessions=args.sessions,
         prefixes=args.prefixes,
@@ -189,6 +195,7 @@ async def _serve(args: argparse.Namespace) -> None:
         artifact = await trio.to_thread.run_sync(Artifact.open, path)
         options = _options(args, artifact)
         async with AsyncExitStack() as stack:
+            manager = await stack.enter_async_context(open_notifier(f"opening the stages of {options.model}"))
             vocabulary = stack.enter_context(LlamaVocabulary(artifact))
             with progress_bar("opening the stages"):
                 pipeline = await stack.enter_async_context(opening)
@@ -206,9 +213,13 @@ async def _serve(args: argparse.Namespace) -> None:
                     await nursery.start(_serve_until_end, nursery.cancel_scope, serve)
                     nursery.start_soon(watch, *certificates)
                     nursery.start_soon(_take_signals, signals, stop, nursery.cancel_scope)
+                    nursery.start_soon(_tell_of_end, stop, manager)
                     if args.until_stdin_closes:
                         nursery.start_soon(until_input_ends, stop.set)
+                    if followed is not None:
+                        nursery.start_soon(follow_route, pipeline, followed)
                     _announce(args, addresses, service, shards, has_keys=keys is not None)
+                    manager.ready(f"serves {options.model} at {addresses[0]}")
     finally:
         for sock in sockets:
             sock.close()
@@ -245,6 +256,11 @@ async def _take_signals(signals: AsyncIterator[int], stop: trio.Event, scope: tr
         stop.set()
 
 
+async def _tell_of_end(stop: trio.Event, manager: Notifier) -> None:
+    await stop.wait()
+    manager.stopping()
+
+
 def _tls(args: argparse.Namespace) -> tuple[Path, Path] | None:
     if (args.https_cert is None) != (args.https_key is None):
         raise InputError("--https-cert and --https-key go together")
@@ -271,9 +287,11 @@ def _options(args: argparse.Namespace, artifact: Artifact) -> ServerOptions:
 
 def _pipeline(
     args: argparse.Namespace, on_shard: Callable[[Shard], None]
-) -> tuple[Path, Credentials | None, AbstractAsyncContextManager[Pipeline]]:
-    """The file of the vocabulary, the credentials of links, and the pipeline to open."""
+) -> tuple[Path, Credentials | None, AbstractAsyncContextManager[Pipeline], RouteFile | None]:
+    """The file of the vocabulary, the credentials of links, the pipeline to open, and the route file to follow."""
     if args.route is None:
+        if args.follow:
+            raise InputError("--follow follows the file of --route; there is none")
         args.sessions = _SESSIONS if args.sessions is None else args.sessions
         args.prefixes = _PREFIXES if args.prefixes is None else args.prefixes
         if args.sessions < 1 or args.prefixes < 0:
@@ -283,7 +301,7 @@ def _pipeline(
         # Each has a slot of the stages' contexts.
         slots = argparse.Namespace(**{**vars(args), "sessions": args.sessions + args.prefixes})
         local = open_local(slots, on_shard)
-        return Path(args.model), None, local
+        return Path(args.model), None, local, None
     file, model = route_of(args)
     policy = link_policy_of(args, file.tls)
     remote = open_route(
@@ -294,7 +312,7 @@ def _pipeline(
         chunk_seconds=args.chunk_seconds,
         timeouts=Timeouts(),
     )
-    return Path(model), policy.credentials, remote
+    return Path(model), policy.credentials, remote, file if args.follow else None
 
 
 def _announce(

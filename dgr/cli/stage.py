@@ -14,7 +14,15 @@ from typing import TYPE_CHECKING, Any
 import trio
 
 from dgr.artifact.artifact import Artifact
-from dgr.cli.options import add_context_arguments, add_link_arguments, context_of, link_policy_of, require_extra
+from dgr.cli.notify import open_notifier
+from dgr.cli.options import (
+    add_context_arguments,
+    add_link_arguments,
+    context_of,
+    link_policy_of,
+    placement_of,
+    require_extra,
+)
 from dgr.cli.progress import progress_bar, silent_bar
 from dgr.cli.streams import print_json, until_input_ends
 from dgr.cluster.certificates import CertificateSource, sources_of, watch
@@ -104,6 +112,7 @@ async def _stage(args: argparse.Namespace) -> None:
     # The port is taken before the weights are read: a wrong address shows at once.
     listeners = await listen(args.listen, credentials=policy.credentials, allow_plain=policy.allow_plain)
     async with AsyncExitStack() as stack:
+        manager = await stack.enter_async_context(open_notifier(f"loading layers {layers}"))
         certificates = sources_of(policy.credentials)
         monitor, metrics = await _open_monitor(stack, args.metrics, certificates)
         engine = await trio.to_thread.run_sync(_load, args, layers)
@@ -119,9 +128,12 @@ async def _stage(args: argparse.Namespace) -> None:
                 monitor.opened(shard, server)
             with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
                 _announce(args, listeners, engine, metrics)  # from here on a signal is an orderly end
+                manager.ready(f"serves layers {layers}")
                 by_signal = await _until_told(args, signals)
                 if by_signal and args.drain:
+                    manager.status("draining")
                     await _drain(shard, args.drain, signals)
+            manager.stopping()
             if monitor is not None:
                 monitor.ending()
             engine.abort()  # a step under way ends early
@@ -145,16 +157,18 @@ async def _open_monitor(
 def _load(args: argparse.Namespace, layers: LayerRange) -> LlamaEngine:
     # A parent process shows that its stages are starting; their own displays would overwrite each other.
     showing = silent_bar if args.until_stdin_closes else progress_bar
-    artifact, context = Artifact.open(Path(args.model)), context_of(args)
+    artifact, context, placement = Artifact.open(Path(args.model)), context_of(args), placement_of(args)
     if args.memory is not None:
         with showing("counting the buffers"):
-            report = estimate_memory(artifact, layers, context)
+            report = estimate_memory(artifact, layers, context, placement)
         check_budget({f"stage {layers}": report}, context.n_seq_max, parse_budget(args.memory))
     artifact.check(layers)
     with showing("reading the weights") as progress:
         artifact.verify_weights(layers, progress)
     with showing("loading the weights"):
-        return LlamaEngine(artifact, layers, context, threads=args.threads, mmap=args.mmap)
+        return LlamaEngine(
+            artifact, layers, context, threads=args.threads, mmap=args.mmap, mlock=args.mlock, placement=placement
+        )
 
 
 def _announce(
@@ -173,6 +187,8 @@ def _announce(
             "weights_bytes": memory.weights,
             "state_bytes": sum(memory.state.values()),
             "compute_bytes": memory.compute,
+            "device_bytes": {name: device.total for name, device in memory.devices.items()},
+            "graph_splits": engine.graph_splits,
         }
         if metrics:
             line["metrics"] = [f"http://{where}/metrics" for where in metrics]
@@ -182,6 +198,7 @@ def _announce(
             f"stage {about.layers} listens on {address}, {about.context.numerics.value} numerics on"
             f" {', '.join(about.devices)}: weights {human_bytes(memory.weights)}, state"
             f" {human_bytes(sum(memory.state.values()))}, compute {human_bytes(memory.compute)}"
+            + "".join(f"; of it {human_bytes(device.total)} on {name}" for name, device in memory.devices.items())
             + (f"; metrics at http://{metrics[0]}/metrics" if metrics else ""),
             flush=True,
         )

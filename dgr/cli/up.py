@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import signal
+import sys
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
@@ -16,7 +18,8 @@ import trio
 from dgr.artifact.artifact import Artifact
 from dgr.cli.children import flags_of, python_module, spelled_out
 from dgr.cli.logs import log_format
-from dgr.cli.options import add_link_arguments, add_reserved_arguments, link_policy_of
+from dgr.cli.notify import Notifier, open_notifier
+from dgr.cli.options import add_link_arguments, add_reserved_arguments, link_policy_of, require_extra
 from dgr.cli.progress import Activity, progress_bar, say_above
 from dgr.cli.streams import json_line
 from dgr.cluster.connect import LinkPolicy
@@ -41,6 +44,7 @@ _CONTEXT_FLAGS = {
     "n_ubatch": "--ubatch",
     "type_k": "--type-k",
     "numerics": "--numerics",
+    "wire": "--wire",
 }
 
 
@@ -76,6 +80,25 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
         metavar="SECONDS",
         help="on SIGHUP: most seconds for draining a stage, and for its sessions to come back (default: 60)",
     )
+    parser.add_argument(
+        "--ray",
+        nargs="?",
+        const="auto",
+        metavar="ADDRESS",
+        help="place the stages in a Ray cluster instead, one actor each (extra `ray`; default: the cluster of this host)",
+    )
+    parser.add_argument(
+        "--ray-strategy",
+        choices=["STRICT_SPREAD", "SPREAD", "PACK", "STRICT_PACK"],
+        default="STRICT_SPREAD",
+        help="Ray's placement strategy (default: STRICT_SPREAD, a host for each stage)",
+    )
+    parser.add_argument(
+        "-o",
+        "--out",
+        metavar="ROUTE.toml",
+        help="with --ray: write the route there, with the addresses of the stages, now and whenever they change",
+    )
     add_link_arguments(parser)
     add_reserved_arguments(parser)
     parser.add_argument(
@@ -85,6 +108,14 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.ray is not None:
+        require_extra("dgr up --ray", "ray", ("ray",))
+        if args.only is not None:
+            raise InputError("--only names stages of this host, --ray places all of them; give one of the two")
+        if args.out is None:
+            raise InputError("--ray needs --out ROUTE.toml: Ray says where the stages are, and clients must be told")
+    elif args.out is not None:
+        raise InputError("--out goes with --ray; without it the stages are where the route file says")
     trio.run(_up, args)
     return 0
 
@@ -129,6 +160,9 @@ def stage_command(
     values |= {"--heartbeat": f"{policy.heartbeat:g}", "--log": log, "--log-format": log_format}
     if ref.address in file.stage_metrics:
         values["--metrics"] = file.stage_metrics[ref.address]
+    if (placed := file.stage_devices.get(ref.address)) is not None:
+        values |= {} if placed.devices is None else {"--device": ",".join(placed.devices)}
+        values |= {} if placed.gpu_layers is None else {"--gpu-layers": placed.gpu_layers}
     plain = ["--allow-plain"] if policy.allow_plain else []
     return python_module(
         "dgr", "stage", spelled_out(model), *flags_of(values), *plain, "--json", "--until-stdin-closes"
@@ -148,31 +182,59 @@ async def _up(args: argparse.Namespace) -> None:
             raise InvalidRoute(f"{model} is artifact {found}; the route is for {file.artifact}")
     file.route.check(artifact.hp.n_layers)
     policy = link_policy_of(args, file.tls)
+    if args.threads is not None and args.threads < 1:
+        raise InputError(f"--threads is {args.threads}; a stage computes with one or more")
+    if args.ray is not None:
+        await _up_on_ray(args, file, model, policy)
+        return
     stages = _local(file, args.only)
     threads = max(1, available_cpus() // len(stages)) if args.threads is None else args.threads
     if not 0.1 <= args.frozen_after <= 86_400:
         raise InputError(f"--frozen-after is {args.frozen_after:g} seconds; give 0.1 to 86400")
     if not 0 <= args.settle <= 86_400:
         raise InputError(f"--settle is {args.settle:g} seconds; give 0 to 86400")
-    if threads < 1:
-        raise InputError(f"--threads is {threads}; a stage computes with one or more")
     commands = {}
     for ref in stages:
         stage_model = file.stage_models.get(ref.address, model)
         commands[ref] = stage_command(
             file, ref, stage_model, threads, args.sessions, policy, args.log, log_format(args.log_format)
         )
-    with progress_bar("starting the stages") as activity:
-        report = _Reporter(len(stages), args.json, activity)
-        patience = Patience(silence=args.frozen_after)
-        keepers = [Keeper(ref, command, policy, patience, report) for ref, command in commands.items()]
-        ranges = Counter(ref.layers for ref in file.stages)
-        replaceable = frozenset(ref.address for ref in stages if ranges[ref.layers] > 1)
-        refused = await _supervise(
-            keepers, lambda: restart_all(keepers, replaceable=replaceable, settle=args.settle, report=report)
-        )
+    async with open_notifier(f"starting {len(stages)} stages") as manager:
+        with progress_bar("starting the stages") as activity:
+            report = _Reporter(len(stages), args.json, activity, manager)
+            patience = Patience(silence=args.frozen_after)
+            keepers = [Keeper(ref, command, policy, patience, report) for ref, command in commands.items()]
+            ranges = Counter(ref.layers for ref in file.stages)
+            replaceable = frozenset(ref.address for ref in stages if ranges[ref.layers] > 1)
+            refused = await _supervise(
+                keepers, lambda: restart_all(keepers, replaceable=replaceable, settle=args.settle, report=report)
+            )
     if refused is not None:
         raise InputError(f"stage {refused.address} ({refused.layers}) refuses its arguments; its own message is above")
+
+
+async def _up_on_ray(args: argparse.Namespace, file: RouteFile, model: Path, policy: LinkPolicy) -> None:
+    from dgr.cli.ray_up import Placement, run_on_ray
+
+    def command(ref: StageRef, threads: int) -> list[str]:
+        stage_model, log = file.stage_models.get(ref.address, model), (args.log, log_format(args.log_format))
+        return stage_command(file, ref, stage_model, threads, args.sessions, policy, *log)[len(python_module("dgr")) :]
+
+    placement = Placement(args.ray, args.ray_strategy, args.threads, Path(args.out))
+    n_stages = len(file.route.stages)
+    async with open_notifier(f"placing {n_stages} stages") as manager:
+        with progress_bar("placing the stages") as activity:
+            report = _Reporter(n_stages, args.json, activity, manager)
+            # Ray prints on standard output what it has to say of other processes.
+            with (
+                contextlib.redirect_stdout(sys.stderr),
+                trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals,
+            ):
+                async with open_nursery() as nursery:
+                    nursery.start_soon(run_on_ray, file, command, placement, report)
+                    async for _ in signals:
+                        break
+                    nursery.cancel_scope.cancel()
 
 
 async def _supervise(keepers: Sequence[Keeper], restart: Callable[[], Awaitable[None]]) -> StageRef | None:
@@ -217,18 +279,24 @@ async def _take_signals(
 class _Reporter:
     """Tells every start and end of a stage; on a terminal it shows that some are still starting."""
 
-    def __init__(self, n_stages: int, as_json: bool, activity: Activity | None) -> None:
-        self._n_stages, self._as_json, self._activity = n_stages, as_json, activity
+    def __init__(
+        self, n_stages: int, as_json: bool, activity: Activity | None, manager: Notifier | None = None
+    ) -> None:
+        self._n_stages, self._as_json, self._activity, self._manager = n_stages, as_json, activity, manager
         self._ready: set[str] = set()
+        self._out = sys.stdout  # what else is printed may be redirected
 
     def __call__(self, ref: StageRef, event: str, **facts: Any) -> None:
         if event in ("ready", "live"):
             self._ready.add(ref.address)
         elif event in ("ended", "frozen"):
             self._ready.discard(ref.address)
+        if self._manager is not None:
+            say = self._manager.ready if len(self._ready) == self._n_stages else self._manager.status
+            say(f"{len(self._ready)} of {self._n_stages} stages are ready")
         if self._as_json:
             text = json_line({"stage": ref.address, "layers": str(ref.layers), "event": event, **facts})
         else:
             tail = ", ".join(f"{name} {value}" for name, value in facts.items())
             text = f"stage {ref.address} ({ref.layers}) {event}{': ' if tail else ''}{tail}"
-        say_above(self._activity, text, rest=len(self._ready) == self._n_stages)
+        say_above(self._activity, text, rest=len(self._ready) == self._n_stages, out=self._out)

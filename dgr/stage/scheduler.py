@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from typing import TypeVar
 
 import trio
@@ -12,7 +13,7 @@ from attrs import define, field, frozen
 
 from dgr.core.scalars import TOP_MAX
 from dgr.core.values import LogitsWanted, SamplingParams, StateSummary, TopLogprob
-from dgr.engine.base import Output, ShardEngine, Work
+from dgr.engine.base import Output, ShardEngine, Work, WorksInPieces
 from dgr.errors import EngineError, InputError, NonFinite
 from dgr.stage.engine_thread import EngineThread
 from dgr.stage.ready import ReadyWork, is_decode
@@ -26,6 +27,8 @@ T = TypeVar("T")
 _log = logging.getLogger("dgr.shard")
 
 _FLOAT = 4
+#: What :func:`next` gives when there are no more pieces.
+_ENDED = True
 
 
 @frozen
@@ -80,6 +83,12 @@ def _finish(
         return NonFinite(
             f"NaN or Inf among the values of positions {work.position}..{work.position + len(work.tokens) - 1};"
             " the session is lost on every stage"
+        )
+    if output.too_great:
+        wire = engine.describe().context.wire
+        return NonFinite(
+            f"a residual of positions {request.work.position}..{request.work.position + len(request.work.tokens) - 1} holds a"
+            f" value that wire {wire} does not carry; the session is lost on every stage: use wire bf16 or f32"
         )
     if output.logits is None:
         return StepResult(output)
@@ -227,9 +236,15 @@ class Scheduler:
         return request.outcome
 
     async def clear(self, slot: int) -> None:
-        """Erase a slot once no step is running."""
+        """Erase a slot once no step is running; a large one in pieces, between which others run."""
         self._ready.forget(slot)
-        await self._call(lambda: self._engine.close(slot))
+        engine = self._engine
+        if not isinstance(engine, WorksInPieces):
+            await self._call(lambda: engine.close(slot))
+            return
+        with closing(engine.close_pieces(slot)) as pieces:
+            while not await self._call(lambda: next(pieces, _ENDED)):
+                await trio.lowlevel.checkpoint()
 
     async def fork(self, source: int, target: int, position: int) -> bool:
         """Copy a slot that holds ``position`` tokens into an empty one, between two steps; False when it holds others by then.
@@ -246,8 +261,14 @@ class Scheduler:
         return await self._call(copy)
 
     async def state_summary(self, slot: int) -> StateSummary:
-        """Read a slot's state summary between two steps."""
-        return await self._call(lambda: self._engine.state_summary(slot))
+        """Read a slot's state summary between two steps; a large one in pieces, between which others run."""
+        engine = self._engine
+        if not isinstance(engine, WorksInPieces):
+            return await self._call(lambda: engine.state_summary(slot))
+        with closing(engine.state_pieces(slot)) as pieces:
+            while (summary := await self._call(lambda: next(pieces))) is None:
+                await trio.lowlevel.checkpoint()
+            return summary
 
     async def _call(self, function: Callable[[], T]) -> T:
         try:

@@ -27,6 +27,8 @@ COMMANDS = (
     "sessions",
     "servers",
     "prefill",
+    "plan",
+    "widths",
 )
 
 

@@ -53,6 +53,7 @@ COMMANDS: dict[str, tuple[int, Command]] = {
     "generate": (0, lambda m, f: ["generate", "--model", m, "--prompt", "fox é漢", "-n", 4, *CONTEXT]),
     "logits": (0, lambda m, f: ["logits", "--model", m, "--tokens", _tokens(f), "--out", f / "o.f32", *CONTEXT]),
     "plan": (0, lambda m, f: ["plan", m, "--stages", 2, "--ctx", 256]),
+    "benchmark": (0, lambda m, f: ["benchmark", m, "--ubatch", 32, "--sequences", 1, "--depth", 1]),
     "slice": (0, lambda m, f: ["slice", m, "--layers", "0:3", "-o", f / "slice.gguf"]),
     "stage": (0, lambda m, f: ["stage", m, "--layers", "0:7", "--listen", "127.0.0.1:0", "--until-stdin-closes", *CONTEXT]),
     "serve": (0, lambda m, f: ["serve", "--model", m, "--listen", "127.0.0.1:0", "--until-stdin-closes", *CONTEXT]),

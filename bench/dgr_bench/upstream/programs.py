@@ -60,7 +60,7 @@ def find_program(program: str, given: Path | None) -> Path:
 
 
 def refuse_other_pin(binary: Path, program: str, theirs: str, ours: str) -> None:
-    """Raises :class:`~dgr.errors.InputError` when ``theirs``, the commit of a binary or its beginning, is not ``ours``."""
+    """Raises :class:`~dgr.errors.InputError` unless ``theirs``, which a binary says of itself, begins the commit ``ours``."""
     if not theirs or not ours.startswith(theirs):
         raise InputError(
             f"{binary} was built from llama.cpp {theirs or 'of no commit'}, dgr from {ours[:9]}; build one of the same pin"

@@ -52,6 +52,7 @@ def refusal(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
         (("--model", "x.gguf", "--client-timeout", "0"), "timeout of clients is 0"),
         (("--route", "none.toml"), "cannot read none.toml"),
         (("--route", "none.toml", "--split", "0:7"), "give one of them"),
+        (("--model", "x.gguf", "--follow"), "--follow follows the file of --route"),
         (("--model", "x.gguf", "--mtp"), "multi-token prediction"),
         (("--model", "x.gguf", "--trace-dir", "nowhere"), "nowhere is no folder"),
     ],
