@@ -128,7 +128,6 @@ class Link:
         self._outbox.most_credit = credit or 0
         self._framer.allowance = granted
         if granted is not None:
-            # The largest payload always finds room in what is not held back.
             self._due_at = max(min(granted // 4, granted - self._framer.limits.under_way // 2), 0)
 
     @property
@@ -141,8 +140,18 @@ class Link:
     def grant(self, n_bytes: int) -> None:
         """Let the other side send ``n_bytes`` of payload again, now or with the next: that many were consumed here."""
         self._due += n_bytes
-        if self._due < self._due_at:
-            return
+        if self._due >= self._due_at:
+            self._grant_due()
+        else:
+            self._grant_if_short()
+
+    def _grant_if_short(self) -> None:
+        """Hold nothing back that the largest payload may be waiting for: what was taken here may be kept for long."""
+        allowance = self._framer.allowance
+        if self._due and allowance is not None and allowance < self._framer.limits.under_way // 2:
+            self._grant_due()
+
+    def _grant_due(self) -> None:
         n_bytes, self._due = self._due, 0
         if self._framer.allowance is not None:
             self._framer.allowance += n_bytes
@@ -382,6 +391,7 @@ class Link:
             return
         self._heard = trio.current_time()
         self._bytes_received += came
+        self._grant_if_short()
         if not came:
             self._break("closed by the other side")
             if self._framer.pending:
