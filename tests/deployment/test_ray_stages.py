@@ -79,7 +79,7 @@ def route(tmp_path: Path, small: Path) -> Path:
     for index, layers in enumerate(SPLIT):
         lines += ["[[stage]]", f'address = "stage-{index}:0"', f'layers = "{layers}"']
     path = tmp_path / "cluster.toml"
-    path.write_text("\n".join(lines))
+    path.write_text("\n".join(lines) + "\n")
     return path
 
 

@@ -175,11 +175,12 @@ def test_a_unit_is_run_watched_and_ended(small: Path, tmp_path: Path) -> None:
     (tmp_path / "seven.env").write_text(
         f"DGR_MODEL={small}\nDGR_LAYERS=0:7\nDGR_LISTEN=127.0.0.1:{free_ports(1)[0]}\nDGR_OPTIONS=--ctx 256 --log info\n"
     )
-    # The environment of these tests lies in a home folder and in /tmp; all else is as it is delivered.
+    # The environment of these tests lies in a home folder and in /tmp, and has its record of exact numerics, which the unit
+    # could not write there; all else is as it is delivered.
     drop_in = units / "dgr-stage@.service.d"
     drop_in.mkdir()
     (drop_in / "here.conf").write_text(
-        "[Service]\nUser=root\nGroup=root\nProtectHome=no\nPrivateTmp=no\nEnvironmentFile=\n"
+        "[Service]\nUser=root\nGroup=root\nProtectHome=no\nPrivateTmp=no\nExecStartPre=\nEnvironmentFile=\n"
         f"EnvironmentFile={tmp_path}/seven.env\nEnvironment=DGR_CACHE_DIR={os.environ.get('DGR_CACHE_DIR', '')} HOME=/root\n"
         f"StandardError=file:{tmp_path}/stage.errors\n"
     )
