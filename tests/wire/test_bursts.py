@@ -119,7 +119,10 @@ async def test_no_payload_waits_for_credit_that_is_held_back(autojump_clock: Moc
         assert await send_many(left, right) == 200
 
 
-async def test_credit_that_is_held_back_for_too_long_would_be_seen(autojump_clock: MockClock) -> None:
+async def test_credit_that_is_held_back_for_too_long_would_be_seen(
+    autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Link, "_grant_if_short", lambda _: None)
     near, far = memory_transports()
     async with open_link(near, SMALL, credit=ALL) as left, open_link(far, SMALL, granted=ALL) as right:
         right._due_at = ALL
