@@ -4,6 +4,8 @@
 # make test-fuzz:  thousands of damaged inputs, seeded
 # make test-llama-bench: what runs upstream's llama-bench, which it builds on demand
 # make test-load: the load client llama-benchy against a server, offline; it has an environment of its own
+# make test-ray: stages in a Ray cluster on this machine; Ray has an environment of its own, over the other one
+# make test-vulkan: native numerics on a Vulkan device, a software one where there is no card; a build of its own
 # make test-kernel-builds: exact numerics on builds for other instruction sets, which it makes on demand
 # make lint      ruff, mypy, import-linter, clang-format
 # make build     the virtual environment with dgr in it, editable; C++ changes rebuild
@@ -12,12 +14,16 @@
 # Needs Python >= 3.11 with venv, make and a C++ compiler; all else comes as wheels.
 PYTHON ?= python3
 VENV   := .venv
+NATIVE_BUILD := build/editable
 BIN    := $(VENV)/bin
 MODEL  := build/demo.gguf
 LOAD   := build/load-client
+RAY    := build/ray
 
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 NATIVE := $(wildcard cffi_build/*.* cffi_build/stable_abi/* vendor/llama.cpp/*.* vendor/llama.cpp/patches/*)
+
+PURELIB := 'import sysconfig; print(sysconfig.get_path("purelib"))'
 
 # One choice of compilers for all steps: scikit-build-core would take the names that Python was built with.
 ifeq ($(origin CC),default)
@@ -28,10 +34,21 @@ CXX := c++
 endif
 export CC CXX
 
+# What the native code is built with. Each choice is kept beside the environment it was built into: another one builds
+# again, and one that is not made leaves what there is. `NAME= make build` goes back to the default.
+CHOICES := DGR_LLAMA_CMAKE_ARGS DGR_EXACT_KERNELS
+define keep_choice
+ifeq ($$(origin $(1)),undefined)
+$(1) := $$(shell cat $(VENV)/.$(1) 2>/dev/null)
+endif
+export $(1)
+endef
+$(foreach choice,$(CHOICES),$(eval $(call keep_choice,$(choice))))
+
 # The build tools of the environment come first, also for the programs that they start.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo numerics test test-long test-fuzz test-llama-bench test-load load-client test-kernel-builds lint build ctest check-patches check-mtp clean
+.PHONY: demo numerics test test-long test-fuzz test-llama-bench test-load load-client test-ray ray test-kernel-builds test-vulkan lint build ctest check-patches check-mtp clean FORCE
 
 demo: build numerics $(MODEL)
 	$(BIN)/dgr generate --model $(MODEL) --split 0:15,15:29,29:43 --prompt "The quick brown fox" -n 32 --verify
@@ -42,10 +59,10 @@ $(MODEL): $(VENV)/.stamp-dgr
 	touch $@
 
 test: build
-	$(BIN)/python -m pytest -m "not slow and not native_reference and not llama_bench and not fuzz and not kernel_builds and not load"
+	$(BIN)/python -m pytest -m "not slow and not native_reference and not llama_bench and not fuzz and not kernel_builds and not load and not ray and not vulkan"
 
 test-long: build
-	$(BIN)/python -m pytest -m "(slow or native_reference) and not fuzz and not kernel_builds"
+	$(BIN)/python -m pytest -m "(slow or native_reference) and not fuzz and not kernel_builds and not ray and not vulkan"
 
 test-fuzz: build
 	$(BIN)/python -m pytest -m fuzz
@@ -64,8 +81,25 @@ $(LOAD)/.stamp: constraints-load.txt
 	$(LOAD)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-load.txt llama-benchy
 	touch $@
 
+test-ray: build ray
+	$(RAY)/bin/python -m pytest -m ray tests/deployment
+
+# 290 MB: not part of the development environment, which it sees as if it were in it.
+ray: $(RAY)/.stamp
+
+$(RAY)/.stamp: constraints-ray.txt $(VENV)/.stamp-tools
+	$(PYTHON) -m venv --clear $(RAY)
+	$(RAY)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-ray.txt 'ray==2.60.*'
+	echo "import site; site.addsitedir('$$($(BIN)/python -c $(PURELIB))')" > $$($(RAY)/bin/python -c $(PURELIB))/dgr-development.pth
+	touch $@
+
 test-kernel-builds: build
 	$(BIN)/python -m pytest -m kernel_builds
+
+# An environment and a build folder of its own; llama.cpp has its own place in the cache anyway, by its options.
+test-vulkan:
+	$(MAKE) build VENV=build/vulkan/venv NATIVE_BUILD=build/vulkan/editable DGR_LLAMA_CMAKE_ARGS=-DGGML_VULKAN=ON
+	build/vulkan/venv/bin/python -m pytest -m vulkan
 
 # Which types are exact on these kernels; exact numerics run with no others. Recorded once for every kernel fingerprint.
 numerics: $(VENV)/.stamp-numerics
@@ -92,11 +126,18 @@ $(VENV)/.stamp-tools: constraints.txt
 
 # llama.cpp first, on its own: pip would hide minutes of progress. Then without isolation, so that a rebuild finds the same
 # tools and build/editable and does only what changed.
-$(VENV)/.stamp-dgr: $(VENV)/.stamp-tools pyproject.toml $(NATIVE)
+$(VENV)/.stamp-dgr: $(VENV)/.stamp-tools pyproject.toml $(NATIVE) $(CHOICES:%=$(VENV)/.%)
 	$(BIN)/python cffi_build/llama_cpp.py
 	$(PIP) --no-build-isolation --editable ".[dev]" \
-		--config-settings=build-dir=build/editable --config-settings=cmake.define.DGR_TEST_EXTENSION=ON
+		--config-settings=build-dir=$(NATIVE_BUILD) --config-settings=cmake.define.DGR_TEST_EXTENSION=ON
+	$(BIN)/python -c "import dgr.engine._native"
 	touch $@
+
+$(CHOICES:%=$(VENV)/.%): $(VENV)/.%: FORCE
+	@mkdir -p $(@D)
+	@echo "$$$*" | cmp -s - $@ || echo "$$$*" > $@
+
+FORCE:
 
 ctest: build
 	cmake -S cffi_build -B build/native -G Ninja -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python

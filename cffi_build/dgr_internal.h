@@ -3,6 +3,7 @@
 
 #include "dgr_native.h"
 
+#include "ggml-backend.h"
 #include "ggml.h"
 #include "llama.h"
 
@@ -92,12 +93,38 @@ private:
 };
 
 //
+// devices
+//
+
+struct chosen_devices {
+    bool given = false;                      // else llama.cpp chooses
+    std::vector<ggml_backend_dev_t> devices; // ends with NULL
+};
+
+// The devices that a stage is to take, made and ready.
+chosen_devices choose_devices(const dgr_stage_params & p);
+
+// Whether an error line of llama.cpp or of a backend says that memory ran out; there is nothing else to go by.
+bool tells_of_memory(const std::string & reason);
+
+//
 // artifact
 //
 
 // Refuses files whose metadata would make llama.cpp's loader or first graph abort. What is merely absent or of a wrong
 // type is left to the loader, which reports it.
 void check_metadata(const char * path, int32_t layer_begin, int32_t layer_end);
+
+//
+// weights
+//
+
+// Bytes that the tensors of a model take in their buffers.
+uint64_t tensor_bytes(const llama_model & model);
+
+// What of a mapped file is in memory becomes the tensors that are used there, and nothing else; with `prefetch` all of them
+// at once, on n_threads threads. `lock` keeps tensors in host memory where they are.
+void make_resident(const llama_model & model, bool mapped, bool prefetch, bool lock, int32_t n_threads);
 
 //
 // state
@@ -147,18 +174,34 @@ int32_t position(const dgr_stage & stage, int32_t slot);
 
 bool all_finite(const float * values, size_t n);
 
+// What `info` tells of devices.
+void describe_devices(const dgr_stage & stage, dgr_stage_info & info);
+
 } // namespace dgr
 
 struct dgr_stage {
     dgr_stage_info info  = {};
     bool dry_run         = false;
-    uint32_t n_swa       = 0; // window of raw attention
-    uint32_t output_rows = 0; // most rows of logits that one batch has asked for
+    bool is_mapped       = false; // weights are where the file is mapped
+    uint32_t n_swa       = 0;     // window of raw attention
+    uint32_t output_rows = 0;     // most rows of logits that one batch has asked for
     dgr::model_ptr model;
     dgr::context_ptr ctx;
     dgr::batch_ptr batch; // kept: its buffer for the residual is large
     dgr::components components;
-    std::vector<bool> lost; // slots that native code left in an unknown state
+    std::vector<bool> lost;        // slots that native code left in an unknown state
+    std::vector<uint32_t> entered; // per slot: most tokens it was given since it was cleared, also in runs that failed
+    std::vector<uint64_t> changes; // per slot: grows with every change of what it holds
+    // How far the clearing of a slot is: its cells, then component, its layer, and the next row of it.
+    struct clearing {
+        bool under_way   = false;
+        uint32_t tokens  = 0; // whose rows are to be cleared
+        uint32_t cells   = 0; // that are to be freed
+        size_t component = 0;
+        size_t layer     = 0;
+        uint32_t row     = 0;
+    };
+    std::vector<clearing> clearings; // per slot
     std::atomic<bool> aborted = { false };
 
     bool is_head() const { return info.layer_begin == 0; }

@@ -20,11 +20,17 @@ extern "C" {
 
 // Grows when this header changes; a package that was written for another one refuses the library.
 typedef enum dgr_abi {
-    DGR_ABI_VERSION = 4,
+    DGR_ABI_VERSION = 6,
 } dgr_abi;
 
-typedef struct dgr_stage dgr_stage; // one model range and its context
-typedef struct dgr_vocab dgr_vocab; // a tokenizer, loaded without weights
+// As many as llama.cpp takes for a model.
+typedef enum dgr_limit {
+    DGR_MAX_DEVICES = 16,
+} dgr_limit;
+
+typedef struct dgr_stage dgr_stage;                   // one model range and its context
+typedef struct dgr_vocab dgr_vocab;                   // a tokenizer, loaded without weights
+typedef struct dgr_summary_reader dgr_summary_reader; // a slot's state on its way into a summary
 
 typedef enum dgr_status {
     DGR_OK             = 0,
@@ -38,17 +44,21 @@ typedef enum dgr_status {
 } dgr_status;
 
 typedef struct dgr_stage_params {
-    int32_t layer_begin; // first owned main layer
-    int32_t layer_end;   // one past the last owned main layer; 0: all of them
-    uint32_t n_ctx;      // tokens per sequence; rounded up to a multiple of 256
-    uint32_t n_batch;    // most tokens in one dgr_stage_run
-    uint32_t n_ubatch;   // most tokens in one graph
-    uint32_t n_seq_max;  // sequence slots
-    int32_t n_threads;   // compute threads; more than the free cores is hundreds of times slower
-    int32_t type_k;      // ggml_type of the K cache: 0 f32, 1 f16, 8 q8_0
+    int32_t layer_begin;  // first owned main layer
+    int32_t layer_end;    // one past the last owned main layer; 0: all of them
+    uint32_t n_ctx;       // tokens per sequence; rounded up to a multiple of 256
+    uint32_t n_batch;     // most tokens in one dgr_stage_run
+    uint32_t n_ubatch;    // most tokens in one graph
+    uint32_t n_seq_max;   // sequence slots
+    int32_t n_threads;    // compute threads; more than the free cores is hundreds of times slower
+    int32_t type_k;       // ggml_type of the K cache: 0 f32, 1 f16, 8 q8_0
+    const char * devices; // names of dgr_devices, a comma between them, or CPU; NULL: llama.cpp's choice of all
+    int32_t gpu_layers;   // so many of the owned layers, the last, lie on devices; a tail's output is one; -1: all
     bool flash_attn;
     bool exact;         // reference kernels, no repacking: bits do not depend on batch structure or threads
     bool use_mmap;      // map the file instead of reading the owned tensors
+    bool prefetch;      // with use_mmap: fetch the owned tensors at once, not when they are first used
+    bool lock;          // keep the owned tensors in memory (mlock)
     bool check_tensors; // refuse non-finite weights at load
     bool dry_run;       // allocate nothing: dgr_stage_info tells the bytes, dgr_stage_run is refused
 } dgr_stage_params;
@@ -65,6 +75,19 @@ typedef enum dgr_component {
     DGR_N_COMPONENTS = 7,
 } dgr_component;
 
+// A device beside the CPU that can hold layers.
+typedef struct dgr_device {
+    char name[64];
+    char description[192];
+    uint64_t memory_total, memory_free; // bytes
+} dgr_device;
+
+// What a stage has in a device's own memory; all else that it allocates is the host's.
+typedef struct dgr_device_bytes {
+    char name[64];
+    uint64_t weight_bytes, state_bytes, compute_bytes;
+} dgr_device_bytes;
+
 typedef struct dgr_stage_info {
     int32_t layer_begin, layer_end;
     int32_t n_layer; // main layers of the whole model
@@ -73,12 +96,15 @@ typedef struct dgr_stage_info {
     int32_t width_out;  // floats per token at the exit; 0 on a tail
     uint32_t n_ctx_seq; // tokens per sequence, after rounding
     uint32_t n_batch, n_ubatch, n_seq_max;
-    uint64_t weight_bytes;   // allocated for the owned tensors
+    uint64_t weight_bytes;   // allocated for the owned tensors; where the file is mapped, what they take of it
     uint64_t compute_bytes;  // allocated for graphs
     uint64_t state_bytes[7]; // allocated per component, all slots
     int32_t state_layers[7]; // layers that hold the component
     uint64_t output_bytes;   // host buffer for logits and residuals
-    char devices[512]; // what may compute, a line each: llama.cpp's name of the backend, then the device's own words
+    char devices[2048];      // what may compute, a line each: llama.cpp's name of it, its own words, layers it holds
+    int32_t n_device_bytes;
+    dgr_device_bytes device_bytes[16];
+    int32_t graph_splits; // parts of the graph that was laid out last; each further one is a hand-over between devices
 } dgr_stage_info;
 
 // One native batch. Entries of one sequence are consecutive and ascending in position; sequences ascend.
@@ -88,12 +114,15 @@ typedef struct dgr_run {
     const int32_t * positions;   // [n_tokens], per sequence exactly P, P+1, ...
     const int32_t * slots;       // [n_tokens]
     const uint8_t * want_logits; // [n_tokens] non-zero: a row of logits is wanted; must be all zero unless tail
-    const float * residual_in;   // [n_tokens * width_in], NULL on a head
-    float * residual_out;        // [n_tokens * width_out], NULL on a tail
+    const void * residual_in;    // [n_tokens] rows of width_in values as residual_type, NULL on a head
+    void * residual_out;         // [n_tokens] rows of width_out values as residual_type, NULL on a tail
     float * logits_out;          // [rows wanted * n_vocab], NULL when none is wanted
     uint8_t * row_finite;        // [n_tokens] out: 1 when the token's output row (residual or logits) is finite, and no
                                  // value of a residual exceeds 1e15 in magnitude;
-                                 // 1 too where a tail was asked for no row
+                                 // 1 too where a tail was asked for no row; 2 when residual_type cannot carry a value.
+                                 // The residual of a token that has no 1 here is zeros
+    int32_t residual_type; // ggml_type of residuals that come in and go out: 0 f32, 1 f16, 8 q8_0, 30 bf16; rounded
+                           // and read by ggml's reference code, row by row
 } dgr_run;
 
 typedef struct dgr_component_summary {
@@ -108,6 +137,13 @@ typedef struct dgr_state_summary {
     int32_t position; // tokens committed
     dgr_component_summary components[7];
 } dgr_state_summary;
+
+// What a call of dgr_summary_read came to.
+typedef enum dgr_reading {
+    DGR_READING_MORE  = 0,
+    DGR_READING_DONE  = 1,
+    DGR_READING_MOVED = 2,
+} dgr_reading;
 
 typedef struct dgr_sample_params {
     float temperature; // <= 0: greedy
@@ -127,6 +163,8 @@ int32_t dgr_abi_version(void);     // DGR_ABI_VERSION of the library itself
 const char * dgr_last_error(void); // message of the calling thread's last failure, never NULL
 void dgr_log_set(void (*on_line)(int32_t level, const char * text)); // ggml_log_level, one line a call; NULL: silent
 const char * dgr_build_info(void); // JSON: llama.cpp commit, patch digest, compiler, flags, CPU features
+// Writes at most `size` devices, and the full count to *n.
+int32_t dgr_devices(dgr_device * out, int32_t size, int32_t * n);
 // Runs a fixed probe graph with the reference kernels and writes the digest of its output (32 hex digits + NUL).
 int32_t dgr_kernel_probe(char * out, size_t out_size);
 // Reads quantised blocks as numbers with the type's reference code (ggml's to_float); a ggml_type that has no blocks, and
@@ -141,11 +179,18 @@ int32_t dgr_stage_info_get(const dgr_stage * stage, dgr_stage_info * out);
 int32_t dgr_stage_run(dgr_stage * stage, const dgr_run * run);
 int32_t dgr_stage_position(const dgr_stage * stage, int32_t slot, int32_t * out); // tokens committed
 int32_t dgr_stage_clear(dgr_stage * stage, int32_t slot);                         // every component of the slot to zero
+// The same in pieces of about n_bytes, between which other slots may run; this one cannot before *done.
+int32_t dgr_stage_clear_some(dgr_stage * stage, int32_t slot, uint64_t n_bytes, bool * done);
 // Copies all that a slot holds into an empty one, which then goes on by itself; the source is as it was. After DGR_ERR_LOST
 // the target alone must be cleared.
 int32_t dgr_stage_fork(dgr_stage * stage, int32_t source, int32_t target);
 int32_t dgr_stage_summary(const dgr_stage * stage, int32_t slot, dgr_state_summary * out);
-void dgr_stage_abort(dgr_stage * stage); // from any thread: the run in progress and all later ones fail
+// The same summary in pieces of about n_bytes, between which the stage may do other work; *out is filled when it is done. When
+// the slot itself has changed it is DGR_READING_MOVED: open another reader.
+int32_t dgr_summary_open(const dgr_stage * stage, int32_t slot, dgr_summary_reader ** out);
+int32_t dgr_summary_read(dgr_summary_reader * reader, uint64_t n_bytes, dgr_reading * reading, dgr_state_summary * out);
+void dgr_summary_close(dgr_summary_reader * reader); // NULL is fine; after its stage's end too
+void dgr_stage_abort(dgr_stage * stage);             // from any thread: the run in progress and all later ones fail
 
 // Draws from one row of logits with llama.cpp's sampler chain; needs no stage.
 int32_t dgr_sample(const float * logits, int32_t n_vocab, const int32_t * history, int32_t n_history,

@@ -54,12 +54,10 @@ static void check_params(const dgr_stage_params & p) {
     }
 }
 
-// The reason of a load that failed: llama.cpp returns NULL and says why in its log. An allocation that failed is told
-// apart by the words of that line; there is nothing else to go by.
+// The reason of a load that failed: llama.cpp returns NULL and says why in its log.
 [[noreturn]] static void fail_load(const char * path, const first_error & why) {
     const std::string reason = why.text("no reason given");
-    const bool memory = reason.find("allocate") != std::string::npos || reason.find("bad_alloc") != std::string::npos;
-    fail(memory ? DGR_ERR_MEMORY : DGR_ERR_LOAD, "%s: %s", path, reason.c_str());
+    fail(tells_of_memory(reason) ? DGR_ERR_MEMORY : DGR_ERR_LOAD, "%s: %s", path, reason.c_str());
 }
 
 static model_ptr load_model(const char * path, const dgr_stage_params & p) {
@@ -76,7 +74,7 @@ static model_ptr load_model(const char * path, const dgr_stage_params & p) {
         override_int("deepseek4.dgr.layer_end", p.layer_end);
     }
 
-    ggml_backend_dev_t cpu_only[] = { nullptr };
+    chosen_devices chosen = choose_devices(p);
 
     llama_model_params mp = llama_model_default_params();
     mp.kv_overrides       = overrides; // ends at the first empty key
@@ -85,10 +83,9 @@ static model_ptr load_model(const char * path, const dgr_stage_params & p) {
     mp.no_alloc           = p.dry_run;
     mp.load_mtp           = false;
     mp.progress_callback  = [](float, void *) { return true; }; // no dots in the log
-    if (p.exact) {
-        mp.devices         = cpu_only;
-        mp.use_extra_bufts = false; // repacked weights compute rows in groups of four unlike the rest
-    }
+    mp.devices            = chosen.given ? chosen.devices.data() : nullptr;
+    mp.n_gpu_layers       = p.gpu_layers;
+    mp.use_extra_bufts    = !p.exact; // repacked weights compute rows in groups of four unlike the rest
 
     const first_error why;
     model_ptr model(llama_model_load_from_file(path, mp));
@@ -169,24 +166,6 @@ static void check_hash_routing(const char * path, const llama_model & model) {
     }
 }
 
-// Devices of the scheduler, in the order in which it prefers them. A line that does not fit is left out.
-static void name_devices(llama_context & ctx, char * out, size_t size) {
-    ggml_backend_sched_t sched = ctx.get_sched();
-    std::string lines;
-    for (int i = 0; i < ggml_backend_sched_get_n_backends(sched); ++i) {
-        ggml_backend_t backend    = ggml_backend_sched_get_backend(sched, i);
-        ggml_backend_dev_t device = ggml_backend_get_device(backend);
-        std::string line          = ggml_backend_name(backend);
-        if (device) {
-            line += std::string(" ") + ggml_backend_dev_description(device);
-        }
-        if (lines.size() + line.size() + 2 <= size) {
-            lines += (lines.empty() ? "" : "\n") + line;
-        }
-    }
-    snprintf(out, size, "%s", lines.c_str());
-}
-
 static void fill_info(dgr_stage & stage) {
     const llama_context & ctx = *stage.ctx;
     const llama_hparams & hp  = stage.model->hparams;
@@ -199,11 +178,14 @@ static void fill_info(dgr_stage & stage) {
     info.n_batch   = ctx.n_batch();
     info.n_ubatch  = ctx.n_ubatch();
     info.n_seq_max = ctx.n_seq_max();
-    name_devices(*stage.ctx, info.devices, sizeof(info.devices));
+    describe_devices(stage, info);
 
     for (const auto & [buft, bytes] : llama_get_memory_breakdown(&ctx)) {
         info.weight_bytes += bytes.model;
         info.compute_bytes += bytes.compute;
+    }
+    if (stage.is_mapped) { // a mapped buffer reaches from the first owned tensor to the last, whatever lies between
+        info.weight_bytes = tensor_bytes(*stage.model);
     }
     for (int c = 0; c < DGR_N_COMPONENTS; ++c) {
         info.state_bytes[c]  = stage.components[c].bytes;
@@ -224,8 +206,10 @@ static std::unique_ptr<dgr_stage> open_stage(const char * path, const dgr_stage_
     stage->info.layer_begin  = hp.dgr_layer_begin;
     stage->info.layer_end    = hp.dgr_layer_end;
     stage->info.n_layer      = hp.n_layer();
+    stage->is_mapped         = p.use_mmap && !p.dry_run;
     if (!p.dry_run) {
         check_hash_routing(path, *stage->model);
+        make_resident(*stage->model, p.use_mmap, p.prefetch, p.lock, p.n_threads);
     }
 
     stage->ctx = make_context(path, p, *stage);
@@ -235,6 +219,9 @@ static std::unique_ptr<dgr_stage> open_stage(const char * path, const dgr_stage_
     find_components(stage->ctx.get(), stage->components);
     stage->batch.reset(llama_batch_ext_init(stage->ctx.get()));
     stage->lost.resize(p.n_seq_max, false);
+    stage->entered.resize(p.n_seq_max, 0);
+    stage->changes.resize(p.n_seq_max, 0);
+    stage->clearings.resize(p.n_seq_max);
     fill_info(*stage);
     return stage;
 }
@@ -253,6 +240,7 @@ dgr_stage_params dgr_stage_params_default(void) {
     p.n_seq_max        = 1;
     p.n_threads        = 1; // always right; too many is catastrophic
     p.type_k           = GGML_TYPE_F16;
+    p.gpu_layers       = -1;
     p.flash_attn       = true;
     p.exact            = true;
     return p;

@@ -83,6 +83,9 @@ int32_t dgr_probe_poke(dgr_stage * stage, int32_t component, int32_t layer, int3
         if (n_bytes != dgr::row_size(found)) {
             dgr::refuse("n_bytes is %zu, the row has %zu", n_bytes, dgr::row_size(found));
         }
+        const uint32_t ratio = stage->components[component].ratio;
+        stage->entered[slot] = std::max(stage->entered[slot], (row + 1) * ratio); // as if tokens had written it
+        ++stage->changes[slot];
         for (const ggml_tensor * tensor : { found.rows, found.scores }) {
             if (tensor) {
                 ggml_backend_tensor_set(

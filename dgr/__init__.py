@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from dgr.core.route import LayerRange, Route, StageRef
     from dgr.core.values import ContextParams, Numerics, SamplingParams
     from dgr.engine.base import ShardEngine
+    from dgr.engine.devices import Placement
     from dgr.engine.llama import LlamaEngine
     from dgr.engine.vocab import LlamaVocabulary
     from dgr.errors import DgrError
@@ -50,6 +51,7 @@ __all__ = [
     "LocalCluster",
     "Numerics",
     "Pipeline",
+    "Placement",
     "Route",
     "SamplingParams",
     "ShardEngine",
@@ -91,6 +93,7 @@ _HOMES = {
     "LocalCluster": "dgr.cluster.local",
     "Numerics": "dgr.core.values",
     "Pipeline": "dgr.client.pipeline",
+    "Placement": "dgr.engine.devices",
     "Route": "dgr.core.route",
     "SamplingParams": "dgr.core.values",
     "ShardEngine": "dgr.engine.base",

@@ -25,6 +25,7 @@ __all__ = [
     "InvalidToken",
     "LinkBroken",
     "MtpNotExecutable",
+    "NoCandidate",
     "NonFinite",
     "NotServing",
     "NumericsRefused",
@@ -37,6 +38,7 @@ __all__ = [
     "SessionBusy",
     "SessionError",
     "SessionLost",
+    "StageDraining",
     "UnsupportedModel",
     "WireError",
 ]
@@ -110,7 +112,7 @@ class EngineError(DgrError):
 
 
 class NonFinite(EngineError):
-    """NaN or Inf in a residual or in logits: ends one request, never the stage."""
+    """NaN or Inf in a residual or in logits, or a value too great for the wire type: ends one request, never the stage."""
 
 
 # --- the link's or the peer's act ------------------------------------------------------------------------------------
@@ -132,12 +134,20 @@ class LinkBroken(WireError):
     """The link was closed or broken by the other side."""
 
 
+class NoCandidate(WireError):
+    """None of the stages that own the same layers can be had; the message names them all."""
+
+
 class PeerRefused(WireError):
     """A stage refused a request; the message carries its reason."""
 
 
 class Overloaded(PeerRefused):
     """A stage has no free sequence slot and no idle session to evict, or its inbox is full."""
+
+
+class StageDraining(Overloaded):
+    """A stage is about to be maintained and takes no new sessions."""
 
 
 class DeadlineExceeded(WireError, TimeoutError):

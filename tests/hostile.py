@@ -102,6 +102,7 @@ class Talker:
             case "link":
                 words: list[frames.Frame] = [
                     frames.Ping(7), frames.Pong(5), frames.Credit(rng.choice(EDGES)), frames.Ping(1, b"x"),
+                    frames.QueryLoad(rng.choice(EDGES)), frames.QueryTrace(key.route, seq),
                 ]  # fmt: skip
                 return rng.choice(words), b""
             case _:
@@ -179,6 +180,7 @@ def any_answer(rng: random.Random, key: Key, seq: int, n_vocab: int) -> list[fra
         frames.Open(key, seq),
         frames.Fork(key, seq, number, Expectation(u32, bytes(16))),
         frames.Credit(number),
+        frames.TraceReport(seq, (), True, number),
     ]
 
 

@@ -1,6 +1,7 @@
 // Everything that would end the process, or give a silently wrong answer, is refused, and the stage goes on as if nothing
 // had been asked.
 #include "check.h"
+#include "dgr_internal.h"
 
 #include <atomic>
 #include <limits>
@@ -55,6 +56,16 @@ static void parameters(const char * model) {
         p.type_k     = 8;
         p.flash_attn = false;
     });
+    open_refused(model, A, "no device 'NPU7' here; choose from ", [](P & p) {
+        p.exact   = false;
+        p.devices = "CPU,NPU7";
+    });
+    open_refused(model, A, "no device '' here", [](P & p) {
+        p.exact   = false;
+        p.devices = "CPU,";
+    });
+    open_refused(model, A, "gpu_layers is -2", [](P & p) { p.gpu_layers = -2; });
+    open_refused(model, A, "exact numerics runs on the CPU alone", [](P & p) { p.gpu_layers = 1; });
     open_refused("/nonexistent.gguf", DGR_ERR_LOAD, "/nonexistent.gguf", [](P &) {});
 
     dgr_stage_params p = small_params(0, 0);
@@ -64,6 +75,28 @@ static void parameters(const char * model) {
     CHECK(dgr_stage_open(model, &p, nullptr) == A);
     dgr_stage_close(nullptr);
     dgr_stage_abort(nullptr);
+}
+
+// Lines as llama.cpp and its backends log them: what means that memory ran out, and what does not.
+static void memory_words() {
+    for (const char * line : {
+             "ggml_backend_cuda_buffer_type_alloc_buffer: allocating 1024.00 MiB on device 0: cudaMalloc failed: out "
+             "of memory",
+             "ggml_vulkan: Device memory allocation of size 4294967296 failed.",
+             "alloc_tensor_range: failed to allocate Vulkan0 buffer of size 4294967296",
+             "unable to allocate CPU buffer",
+             "vk::Device::allocateMemory: ErrorOutOfDeviceMemory",
+             "llama_init_from_model: failed to initialize the context: std::bad_alloc",
+         }) {
+        CHECK(dgr::tells_of_memory(line));
+    }
+    for (const char * line : {
+             "llama_model_load: error loading model: missing tensor 'blk.3.ffn_gate_inp.weight'",
+             "gguf_init_from_file_impl: failed to read magic",
+             "failed to open GGUF file 'locations.gguf'",
+         }) {
+        CHECK(!dgr::tells_of_memory(line));
+    }
 }
 
 // More slots than tokens in a batch: llama.cpp asserts unless outputs are sized for both.
@@ -141,8 +174,11 @@ static void wrong_outputs(const stage_ptr & head, const stage_ptr & tail) {
 
     dgr_run run = { 1, &token, &zero, &zero, &yes, nullptr, row.data(), row.data(), &finite };
     CHECK(dgr_stage_run(head.get(), &run) == DGR_ERR_ARGUMENT && message_has("only the stage that ends at 43"));
-    run.want_logits  = &no;
-    run.residual_out = nullptr;
+    run.want_logits   = &no;
+    run.residual_type = 2;
+    CHECK(dgr_stage_run(head.get(), &run) == DGR_ERR_ARGUMENT && message_has("residual_type is 2, must be 0"));
+    run.residual_type = 0;
+    run.residual_out  = nullptr;
     CHECK(dgr_stage_run(head.get(), &run) == DGR_ERR_ARGUMENT && message_has("residual_out is NULL"));
     run.row_finite = nullptr;
     CHECK(dgr_stage_run(head.get(), &run) == DGR_ERR_ARGUMENT && message_has("required"));
@@ -235,6 +271,7 @@ int main(int argc, char ** argv) {
     CHECK(argc == 2);
     const char * model = argv[1];
     parameters(model);
+    memory_words();
     more_slots_than_batch(model);
 
     // Half way through a session, and then the session goes on as if nothing had been asked.

@@ -7,7 +7,24 @@ from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from typing import NoReturn
 
-from dgr.cli import doctor, fixture, generate, inspect, keys, logits, plan, selftest, serve, slices, stage, top, up
+from dgr.cli import (
+    benchmark,
+    doctor,
+    drain,
+    fixture,
+    generate,
+    inspect,
+    keys,
+    logits,
+    plan,
+    selftest,
+    serve,
+    slices,
+    stage,
+    top,
+    trace,
+    up,
+)
 from dgr.cli.exit_codes import run_command
 from dgr.cli.logs import FORMAT_VARIABLE, FORMATS, LEVELS, start_logging
 from dgr.engine.native import build_info
@@ -38,7 +55,24 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="dgr", description="Run DeepSeek V4 Flash as a pipeline of layer-range stages, bit for bit.")
     parser.add_argument("--version", action=_Version)
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for command in (generate, serve, logits, plan, slices, stage, up, top, doctor, keys, inspect, fixture, selftest):
+    for command in (
+        generate,
+        serve,
+        logits,
+        plan,
+        benchmark,
+        slices,
+        stage,
+        up,
+        drain,
+        top,
+        trace,
+        doctor,
+        keys,
+        inspect,
+        fixture,
+        selftest,
+    ):
         command.register(subparsers)
     _add_log(parser, {"log": "warning", "log_format": None})
     return parser

@@ -13,14 +13,13 @@ import attrs
 import msgspec
 import trio
 
-from dgr.cli.options import add_link_arguments, add_model_arguments, link_policy_of
-from dgr.cli.pipelines import add_route_argument, open_local, route_of
+from dgr.cli.options import add_link_arguments, add_model_arguments, placement_of
+from dgr.cli.pipelines import add_route_argument, open_either
 from dgr.cli.progress import Activity, progress_bar, say_above
 from dgr.cli.streams import print_json, read_prompt
 from dgr.client.events import Event, PrefillProgress, RouteChanged, drain
 from dgr.client.generation import GeneratedToken
 from dgr.client.pipeline import Pipeline, Timeouts
-from dgr.cluster.connect import open_route
 from dgr.cluster.local import open_pipeline
 from dgr.core.units import human_bytes
 from dgr.core.values import SamplingParams
@@ -70,19 +69,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _open(args: argparse.Namespace, shards: list[Shard]) -> AbstractAsyncContextManager[Pipeline]:
-    if args.route is None:
-        if args.wait is not None:
-            raise InputError("--wait is for stages elsewhere: give --route with it")
-        return open_local(args, shards.append)
-    file, args.model = route_of(args)
-    return open_route(
-        file,
-        policy=link_policy_of(args, file.tls),
-        model=args.model,
-        chunk=args.chunk,
-        chunk_seconds=args.chunk_seconds,
-        timeouts=_timeouts(args.wait),
-    )
+    if args.route is None and args.wait is not None:
+        raise InputError("--wait is for stages elsewhere: give --route with it")
+    return open_either(args, shards.append, timeouts=_timeouts(args.wait))
 
 
 def _timeouts(wait: float | None) -> Timeouts:
@@ -203,6 +192,8 @@ def _stage(shard: Shard) -> dict[str, Any]:
         "state_bytes": sum(memory.state.values()),
         "state": dict(memory.state),
         "compute_bytes": memory.compute,
+        "device_bytes": {name: device.total for name, device in memory.devices.items()},
+        "devices": list(shard.description.devices),
     }
 
 
@@ -219,6 +210,7 @@ def _print_stages(stages: list[dict[str, Any]]) -> None:
         print(
             f"{stage['name']:<9} layers {stage['layers']:<6} weights {human_bytes(stage['weights_bytes']):>11}"
             f"   state {human_bytes(stage['state_bytes']):>11}   compute {human_bytes(stage['compute_bytes']):>11}"
+            + "".join(f"   {human_bytes(size)} on {name}" for name, size in stage["device_bytes"].items())
         )
     print()
 
@@ -264,6 +256,9 @@ async def logits_digest(pipeline: Pipeline, tokens: list[int]) -> tuple[str, int
 async def _verify(args: argparse.Namespace, pipeline: Pipeline, transcript: list[int]) -> dict[str, Any]:
     ours, rows = await logits_digest(pipeline, transcript)
     context = msgspec.structs.replace(pipeline.context, n_seq_max=1)
-    async with open_pipeline(args.model, context=context, threads=args.threads, mmap=args.mmap) as whole:
+    placed = placement_of(args)
+    async with open_pipeline(
+        args.model, context=context, threads=args.threads, mmap=args.mmap, placement=placed
+    ) as whole:
         theirs, _ = await logits_digest(whole, transcript)
     return {"equal": ours == theirs, "rows": rows, "digest": ours, "whole_digest": theirs}

@@ -14,7 +14,7 @@ from dgr.cli.streams import print_json
 from dgr.core.files.inputs import read_whole
 from dgr.core.files.outputs import NewFile, write_new_files
 from dgr.errors import InputError
-from dgr.wire.tcp import check_private_key
+from dgr.wire.credentials import check_private_key
 
 if TYPE_CHECKING:
     from cryptography import x509

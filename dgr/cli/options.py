@@ -11,9 +11,10 @@ from typing import Any, NoReturn
 from dgr.client.pace import CHUNK_SECONDS
 from dgr.cluster.connect import LinkPolicy
 from dgr.core.mtp import CONTRACT, not_executable
-from dgr.core.values import ContextParams, Numerics
+from dgr.core.values import ContextParams, Numerics, Wire
+from dgr.engine.devices import Placement
 from dgr.errors import InputError
-from dgr.wire.tcp import Credentials
+from dgr.wire.credentials import Credentials
 
 __all__ = [
     "add_context_arguments",
@@ -22,6 +23,7 @@ __all__ = [
     "add_reserved_arguments",
     "context_of",
     "link_policy_of",
+    "placement_of",
     "require_extra",
 ]
 
@@ -71,7 +73,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_context_arguments(parser: argparse.ArgumentParser) -> None:
-    """Context parameters, threads and memory of a stage."""
+    """Context parameters, threads, memory and devices of a stage."""
     parser.add_argument(
         "--ctx", type=int, default=_DEFAULTS.n_ctx, metavar="N", help="tokens the context holds (n_ctx)"
     )
@@ -88,14 +90,37 @@ def add_context_arguments(parser: argparse.ArgumentParser) -> None:
         "--numerics",
         choices=[one.value for one in Numerics],
         default=_DEFAULTS.numerics.value,
-        help="exact: the same bits however the work is cut; native: upstream's fastest kernels",
+        help="exact: the same bits however the work is cut; same-cuts: the same bits over the same layer ranges;"
+        " native: upstream's fastest kernels",
+    )
+    parser.add_argument(
+        "--wire",
+        choices=[one.value for one in Wire],
+        default=_DEFAULTS.wire.value,
+        help="how residuals travel between stages; all but f32 round them and need numerics same-cuts or native",
     )
     parser.add_argument("--flash-attn", choices=["on", "off"], default="on", help="flash attention (default: on)")
     parser.add_argument("--type-k", default=_DEFAULTS.type_k, metavar="TYPE", help="K-cache type: f16, f32, q8_0")
     parser.add_argument(
-        "--memory", metavar="SIZE", help="refuse what takes more: bytes, 24GiB, or 50%% of what is usable"
+        "--memory",
+        metavar="SIZE",
+        help="refuse what takes more of the host's memory: bytes, 24GiB, or 50%% of what is usable",
+    )
+    parser.add_argument(
+        "--device",
+        metavar="NAME,...",
+        help="with native numerics: the devices that hold the layers, as llama.cpp calls them, or CPU (default: all there"
+        " are; a wrong name lists them)",
+    )
+    parser.add_argument(
+        "--gpu-layers",
+        type=int,
+        metavar="N",
+        help="only the last N layers of a stage lie on its devices, and with them a tail's output; the CPU has the others"
+        " (default: all)",
     )
     parser.add_argument("--mmap", action="store_true", help="map the model file instead of reading the owned tensors")
+    parser.add_argument("--mlock", action="store_true", help="lock the owned tensors in memory")
     add_reserved_arguments(parser)
 
 
@@ -138,7 +163,13 @@ def context_of(args: argparse.Namespace) -> ContextParams:
         type_k=args.type_k,
         flash_attn=args.flash_attn == "on",
         numerics=Numerics(args.numerics),
+        wire=Wire(args.wire),
     )
+
+
+def placement_of(args: argparse.Namespace) -> Placement:
+    """The devices that the flags name."""
+    return Placement.parse(args.device, args.gpu_layers)
 
 
 def require_extra(what: str, extra: str, modules: Sequence[str]) -> None:
@@ -150,4 +181,7 @@ def require_extra(what: str, extra: str, modules: Sequence[str]) -> None:
 
 
 def _lacks(name: str) -> bool:
-    return importlib.util.find_spec(name) is None
+    try:
+        return importlib.util.find_spec(name) is None
+    except ModuleNotFoundError:  # nor is there a package that it could be in
+        return True

@@ -6,14 +6,15 @@ import argparse
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
 
-from dgr.cli.options import context_of
-from dgr.client.pipeline import Pipeline
+from dgr.cli.options import context_of, link_policy_of, placement_of
+from dgr.client.pipeline import Pipeline, Timeouts
+from dgr.cluster.connect import open_route
 from dgr.cluster.local import open_pipeline
 from dgr.cluster.route_file import RouteFile, read_route_file
 from dgr.errors import InputError
 from dgr.stage.shard import Shard
 
-__all__ = ["add_route_argument", "open_local", "route_of"]
+__all__ = ["add_route_argument", "open_either", "open_local", "route_of"]
 
 
 def add_route_argument(parser: argparse.ArgumentParser) -> None:
@@ -39,7 +40,9 @@ def open_local(
         context=context_of(args),
         threads=args.threads,
         mmap=args.mmap,
+        mlock=args.mlock,
         memory_budget=args.memory,
+        placement=placement_of(args),
         chunk=args.chunk,
         chunk_seconds=args.chunk_seconds,
         on_shard=on_shard,
@@ -60,3 +63,23 @@ def route_of(args: argparse.Namespace) -> tuple[RouteFile, str]:
     if model is None:
         raise InputError("text needs a vocabulary: give --model GGUF, or `model` in the route file")
     return file, str(model)
+
+
+def open_either(
+    args: argparse.Namespace, on_shard: Callable[[Shard], None] | None = None, *, timeouts: Timeouts | None = None
+) -> AbstractAsyncContextManager[Pipeline]:
+    """The pipeline of ``--route``, to enter, or that of ``--model`` and ``--split``; ``timeouts`` are of the former.
+
+    With ``--route`` the model whose vocabulary is used is left in ``args.model``. Errors as of the two it is made of.
+    """
+    if args.route is None:
+        return open_local(args, on_shard)
+    file, args.model = route_of(args)
+    return open_route(
+        file,
+        policy=link_policy_of(args, file.tls),
+        model=args.model,
+        chunk=args.chunk,
+        chunk_seconds=args.chunk_seconds,
+        timeouts=timeouts,
+    )

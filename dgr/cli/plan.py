@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import attrs
+
 from dgr.artifact.artifact import Artifact
-from dgr.artifact.plan import Plan, check_fits, costs_of, refine
+from dgr.artifact.pace import HopSpeed, Pace, RoutePace, Workload
+from dgr.artifact.plan import Goal, Plan, check_fits, costs_of, propose, propose_fast, refine
+from dgr.artifact.speeds import layer_kinds, read_speed
 from dgr.cli.progress import progress_bar
 from dgr.cli.streams import print_json
 from dgr.cli.tables import render_table
+from dgr.client.pace import CHUNK_SECONDS
 from dgr.cluster.route_file import RouteFile, format_route_file
 from dgr.core.files.outputs import write_file
 from dgr.core.files.targets import find_target
@@ -26,6 +34,11 @@ __all__ = ["register", "run"]
 
 _DEFAULTS = ContextParams()
 _FIRST_PORT = 7701
+#: A hop where nothing is said: hosts side by side.
+_HOP = "0.5ms/1GiB"
+_PROMPT = 2048
+_GOALS = {"latency": Goal.SUM, "sessions": Goal.SLOWEST, "prefill": Goal.SLOWEST}
+_HOP_FORM = re.compile(r"(\d+(?:\.\d*)?)\s*ms/(.+)")
 
 
 def register(subparsers: argparse._SubParsersAction[Any]) -> None:
@@ -34,8 +47,9 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
         "plan",
         help="propose cuts that fit each host",
         description="Propose layer ranges for some stages, so that weights, state and compute buffers fit the memory of each"
-        " host and the stages weigh about the same. Weights are not read; the buffers are counted by the native allocator"
-        " without allocating them. Exit code 2 when no plan fits: the message says where, and by how many bytes.",
+        " host and the stages weigh about the same; or, with --speeds, so that the route is as fast as it can be. Weights are"
+        " not read; the buffers are counted by the native allocator without allocating them. Exit code 2 when no plan fits: the"
+        " message says where, and by how many bytes.",
     )
     parser.add_argument("model", metavar="MODEL", help="the GGUF file, or the first of its parts")
     parser.add_argument(
@@ -61,6 +75,31 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument("--ubatch", type=int, default=_DEFAULTS.n_ubatch, metavar="N", help="tokens of a sub-batch")
     parser.add_argument("--type-k", default=_DEFAULTS.type_k, metavar="TYPE", help="K-cache type: f16, f32, q8_0")
     parser.add_argument("--numerics", choices=[one.value for one in Numerics], default=_DEFAULTS.numerics.value)
+    parser.add_argument(
+        "--speeds",
+        metavar="HOST.json,...",
+        help="what `dgr benchmark` measured on each host, head first; one file counts for all. The plan is then the fastest"
+        " one that fits, and says what it will do",
+    )
+    parser.add_argument(
+        "--hops",
+        metavar="MS/RATE,...",
+        help="round trip and bytes a second from client to head, between stages, and from tail to client, as 20ms/10MiB;"
+        f" one counts for all (default: {_HOP})",
+    )
+    parser.add_argument(
+        "--goal",
+        choices=[*_GOALS],
+        help="what to make fastest: one session's tokens (latency), those of all sessions (sessions), or prompts (prefill)"
+        " (default: latency, or sessions if there are several)",
+    )
+    parser.add_argument(
+        "--prompt",
+        type=int,
+        default=_PROMPT,
+        metavar="N",
+        help=f"tokens of the prompt to predict for (default: {_PROMPT})",
+    )
     parser.add_argument("-o", "--out", metavar="ROUTE.toml", help="write a route file (- prints it)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
@@ -78,8 +117,8 @@ def _addresses(given: list[str] | None, n_stages: int) -> list[str]:
 
 
 def run(args: argparse.Namespace) -> int:
-    memory, addresses = _listed(args.memory), _listed(args.addresses)
-    n_stages = args.stages or len(addresses or memory or ())
+    memory, addresses, speeds = _listed(args.memory), _listed(args.addresses), _listed(args.speeds)
+    n_stages = args.stages or max(len(addresses or ()), len(memory or ()), len(speeds or ()))
     if n_stages < 1:
         raise InputError("say how many stages: --stages N")
     artifact = Artifact.open(args.model)
@@ -108,14 +147,21 @@ def run(args: argparse.Namespace) -> int:
         return estimate_memory(artifact, layers, context).total - costs.weights_of(layers) - costs.state_of(layers)
 
     sizes = None if memory is None else [parse_budget(size) for size in memory]
+    pace = None if speeds is None else _pace(args, artifact, speeds, n_stages)
+    choose = (
+        propose if pace is None else partial(propose_fast, goal=_goal(args), seconds=_seconds(args, pace, n_stages))
+    )
     with progress_bar("counting the buffers"):
-        plan = refine(costs, n_stages, sizes, compute)
+        plan = refine(costs, n_stages, sizes, compute, choose)
+    predicted = None if pace is None else _predicted(args, pace, plan)
     file = _route_file(args, artifact, plan, hosts)
     text = "" if args.out is None else format_route_file(file)
     if args.json:
-        print_json(_object(plan, hosts, file))
+        print_json(_object(plan, hosts, file, predicted))
     elif args.out != "-":
-        print(_table(plan, hosts))
+        print(_table(plan, hosts, predicted))
+        if predicted is not None:
+            print(_words(args, predicted))
     check_fits(plan, hosts)
     if args.out == "-":
         print(text, end="")
@@ -124,6 +170,70 @@ def run(args: argparse.Namespace) -> int:
         if not args.json:
             print(f"\nwritten to {target.path}; start the stages with: dgr up {target.path}")
     return 0
+
+
+def _goal(args: argparse.Namespace) -> Goal:
+    return _GOALS[args.goal or ("latency" if args.sessions == 1 else "sessions")]
+
+
+def _pace(args: argparse.Namespace, artifact: Artifact, paths: list[str], n_stages: int) -> RoutePace:
+    if args.prompt < 1:
+        raise InputError(f"--prompt is {args.prompt}; give the tokens of a prompt")
+    if len(paths) not in (1, n_stages):
+        raise InputError(
+            f"{len(paths)} files of speeds for {n_stages} stages; give one for all, or one per stage, head first"
+        )
+    speeds = [read_speed(path) for path in paths]
+    for path, speed in zip(paths, speeds, strict=True):
+        if speed.numerics != args.numerics:
+            raise InputError(f"{path} was measured with {speed.numerics} numerics; the plan is for {args.numerics}")
+    hops = [_hop(text) for text in _listed(args.hops) or [_HOP]]
+    if len(hops) not in (1, n_stages + 1):
+        raise InputError(
+            f"{len(hops)} hops for {n_stages} stages; give one for all, or {n_stages + 1}: from the client, between, and back"
+        )
+    return RoutePace(
+        speeds=speeds * (n_stages if len(speeds) == 1 else 1),
+        hops=hops * (n_stages + 1 if len(hops) == 1 else 1),
+        kinds=layer_kinds(artifact),
+        boundary=4 * artifact.hp.boundary_width,
+    )
+
+
+def _hop(text: str) -> HopSpeed:
+    match = _HOP_FORM.fullmatch(text)
+    if match is None:
+        raise InputError(f"hop {text[:40]!r} is not like {_HOP}: a round trip in ms, and bytes a second")
+    return HopSpeed(float(match[1]) / 1e3, parse_budget(match[2]))
+
+
+def _chunk(args: argparse.Namespace) -> int:
+    return int(min(args.ubatch, args.batch))
+
+
+def _seconds(args: argparse.Namespace, pace: RoutePace, n_stages: int) -> Callable[[int, LayerRange], float]:
+    """What a stage takes, by the plan's goal."""
+    if args.goal == "prefill":
+        return lambda index, layers: pace.chunk(index, layers, _chunk(args))
+    together = 1 if _goal(args) is Goal.SUM else -(-args.sessions // n_stages)
+    return lambda index, layers: pace.step(index, layers, together)
+
+
+def _predicted(args: argparse.Namespace, pace: RoutePace, plan: Plan) -> Pace:
+    cuts = [stage.layers for stage in plan.stages]
+    chunk = _chunk(args)
+    if Numerics(args.numerics).exact_kernels:
+        chunk = pace.timely_chunk(cuts, chunk, CHUNK_SECONDS)
+    return pace.predict(cuts, Workload(args.sessions, args.prompt, chunk))
+
+
+def _words(args: argparse.Namespace, predicted: Pace) -> str:
+    many = f"; {args.sessions} sessions together {predicted.tokens_per_second:.1f}" if args.sessions > 1 else ""
+    return (
+        f"\npredicted: {1 / predicted.ring:.1f} tokens/s of one session (a ring of {1e3 * predicted.ring:.1f} ms){many};"
+        f" first token of a prompt of {args.prompt} after {predicted.first_token:.2f} s, in"
+        f" chunks of {predicted.chunk_tokens}"
+    )
 
 
 def _route_file(args: argparse.Namespace, artifact: Artifact, plan: Plan, hosts: list[str]) -> RouteFile:
@@ -146,9 +256,10 @@ def _route_file(args: argparse.Namespace, artifact: Artifact, plan: Plan, hosts:
     )
 
 
-def _object(plan: Plan, hosts: list[str], file: RouteFile) -> dict[str, Any]:
+def _object(plan: Plan, hosts: list[str], file: RouteFile, predicted: Pace | None) -> dict[str, Any]:
     return {
         "fits": plan.fits,
+        "predicted": None if predicted is None else attrs.asdict(predicted),
         "artifact": file.artifact,
         "context": dict(file.context),
         "stages": [
@@ -167,13 +278,17 @@ def _object(plan: Plan, hosts: list[str], file: RouteFile) -> dict[str, Any]:
     }
 
 
-def _table(plan: Plan, hosts: list[str]) -> str:
+def _table(plan: Plan, hosts: list[str], predicted: Pace | None) -> str:
     rows = [["stage", "layers", "count", "weights", "state", "compute", "total", "memory", "free"]]
-    for host, stage in zip(hosts, plan.stages, strict=True):
+    if predicted is not None:
+        rows[0] += ["step, ms", "chunk, ms"]
+    for index, (host, stage) in enumerate(zip(hosts, plan.stages, strict=True)):
         room = "" if stage.memory is None else human_bytes(stage.memory)
         free = "" if stage.memory is None else human_bytes(stage.memory - stage.total)
         if stage.missing:
             free = f"lacks {human_bytes(stage.missing)}"
         sizes = (stage.weights, stage.state, stage.compute, stage.total)
         rows.append([host, str(stage.layers), str(len(stage.layers)), *map(human_bytes, sizes), room, free])
-    return render_table(rows, numeric=range(2, 9))
+        if predicted is not None:
+            rows[-1] += [f"{1e3 * seconds[index]:.2f}" for seconds in (predicted.decode, predicted.chunk)]
+    return render_table(rows, numeric=range(2, len(rows[0])))

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TextIO
 
 from dgr.core.units import human_bytes
 
@@ -51,12 +52,12 @@ class Activity:
         with self._lock:
             self._what, self._count, self._began = what, None, time.monotonic()
 
-    def say(self, text: str, end: str = "\n", *, rest: bool = False) -> None:
-        """Print text on standard output in place of the line. ``rest``: what is printed shows by itself that the work goes on,
-        until there is something to count again."""
+    def say(self, text: str, end: str = "\n", *, rest: bool = False, out: TextIO | None = None) -> None:
+        """Print text on standard output, or ``out``, in place of the line. ``rest``: what is printed shows by itself that the
+        work goes on, until there is something to count again."""
         with self._lock:
             self._clear()
-            print(text, end=end, flush=True)
+            print(text, end=end, flush=True, file=out)
             self._rests, self._count = rest, None if rest else self._count
             self._behind_text = not (text + end).endswith("\n")
 
@@ -109,12 +110,14 @@ def _columns() -> int:
         return 80
 
 
-def say_above(activity: Activity | None, text: str, end: str = "\n", *, rest: bool = False) -> None:
+def say_above(
+    activity: Activity | None, text: str, end: str = "\n", *, rest: bool = False, out: TextIO | None = None
+) -> None:
     """As :meth:`Activity.say`, also where nobody watches."""
     if activity is None:
-        print(text, end=end, flush=True)
+        print(text, end=end, flush=True, file=out)
     else:
-        activity.say(text, end, rest=rest)
+        activity.say(text, end, rest=rest, out=out)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from dgr.engine.native import kernel_fingerprint
 from dgr.engine.numerics import ExactnessRecord, load_exactness_record, record_target, save_exactness_record
 from dgr.errors import InputError
 from dgr.selftest.invariance import THREADS_NOTE, Report, Verdict, exactness_record, run_suite
+from dgr.v4.published import PUBLISHED, inexact_types
 
 __all__ = ["register", "run"]
 
@@ -49,7 +50,20 @@ def _line(verdict: Verdict) -> str:
     return f"{what:8} {case.label:8} {verdict.seconds:6.1f} s  threads {threads:6} {found}"
 
 
-def _object(report: Report, notes: list[str], path: str | None) -> dict[str, Any]:
+def _published(record: ExactnessRecord) -> dict[str, tuple[str, ...]]:
+    """Published files by their titles, with the types for which they are not exact here."""
+    return {published.title: inexact_types(published, record.weight_types) for published in PUBLISHED.values()}
+
+
+def _published_line(record: ExactnessRecord) -> str:
+    exact = [title for title, types in _published(record).items() if not types]
+    others = [f"{title} ({', '.join(types)})" for title, types in _published(record).items() if types]
+    return f"published files that are exact here: {'; '.join(exact) or 'none'}" + (
+        f". Not known to be: {'; '.join(others)}" if others else ""
+    )
+
+
+def _object(report: Report, record: ExactnessRecord, notes: list[str], path: str | None) -> dict[str, Any]:
     return {
         "fingerprint": report.fingerprint,
         "passed": report.passed,
@@ -65,6 +79,7 @@ def _object(report: Report, notes: list[str], path: str | None) -> dict[str, Any
             }
             for verdict in report.verdicts
         ],
+        "published": {title: {"exact": not types, "types": types} for title, types in _published(record).items()},
         "notes": notes,
         "seconds": round(report.seconds, 3),
         "record": path,
@@ -90,17 +105,19 @@ def run(args: argparse.Namespace) -> int:
         tell("dgr selftest: interrupted; nothing was recorded")
         raise
     notes, path, kept = list(report.notes), None, True
+    record = exactness_record(report, load_exactness_record(report.fingerprint))
     if not args.no_record and any(verdict.is_known for verdict in report.verdicts):
         try:
-            path = str(save_exactness_record(exactness_record(report, load_exactness_record(report.fingerprint))))
+            path = str(save_exactness_record(record))
         except InputError as failed:
             notes.append(str(failed))
             kept = False
     if args.json:
-        print_json(_object(report, notes, path))
+        print_json(_object(report, record, notes, path))
     else:
         for note in notes:
             print(f"note: {note}")
+        print(_published_line(record))
         recorded = "not recorded" if path is None else f"recorded in {path}"
         print(f"kernel fingerprint {report.fingerprint}, {report.seconds:.1f} s; {recorded}")
     return 0 if report.passed and kept else 1

@@ -15,18 +15,24 @@ from typing import TYPE_CHECKING, Any
 import trio
 
 from dgr.artifact.artifact import Artifact
+from dgr.cli.notify import Notifier, open_notifier
 from dgr.cli.options import add_link_arguments, add_model_arguments, link_policy_of, require_extra
 from dgr.cli.pipelines import add_route_argument, open_local, route_of
 from dgr.cli.progress import progress_bar
 from dgr.cli.streams import print_json, until_input_ends
 from dgr.client.pipeline import Pipeline, Timeouts
+from dgr.cluster.certificates import sources_of, watch
 from dgr.cluster.connect import open_route
+from dgr.cluster.follow import follow_route
+from dgr.cluster.route_file import RouteFile
 from dgr.core.units import human_bytes
 from dgr.engine.vocab import LlamaVocabulary
 from dgr.errors import InputError
 from dgr.serving.api.vocabulary import ServingVocabulary
 from dgr.serving.engine import ServingLimits, open_serving
+from dgr.serving.tracing.server import ServerTracing, check_folder, open_tracing
 from dgr.stage.shard import Shard
+from dgr.wire.credentials import Credentials
 from dgr.wire.nurseries import open_nursery
 
 if TYPE_CHECKING:
@@ -53,6 +59,9 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
     )
     add_route_argument(parser)
     parser.add_argument(
+        "--follow", action="store_true", help="with --route: read the file again and again, and go where it says"
+    )
+    parser.add_argument(
         "--listen", default="127.0.0.1:8000", metavar="HOST:PORT", help="where (default: 127.0.0.1:8000)"
     )
     parser.add_argument("--name", metavar="NAME", help="the model's name in requests (default: the file's)")
@@ -76,6 +85,21 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
         help="without API keys: listen beyond loopback, and answer pages of other sites",
     )
     parser.add_argument("--open-metrics", action="store_true", help="/metrics needs no key")
+    parser.add_argument(
+        "--stage-metrics",
+        action="store_true",
+        help="with --route: /metrics tells of its stages too, each with the label `stage`; of stages in this process it does",
+    )
+    parser.add_argument(
+        "--trace-dir",
+        metavar="DIR",
+        help="a trace of every request for ui.perfetto.dev, as a file; the last 1000 are kept",
+    )
+    parser.add_argument(
+        "--otel",
+        action="store_true",
+        help="a trace of every request to an OpenTelemetry collector, as OTEL_* of the environment say (extra `otel`)",
+    )
     parser.add_argument("--https-cert", metavar="PEM", help="certificate of the HTTP server")
     parser.add_argument("--https-key", metavar="PEM", help="key of the HTTP server")
     parser.add_argument(
@@ -137,6 +161,10 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
 
 def run(args: argparse.Namespace) -> int:
     require_extra("dgr serve", "http", ("anycorn", "deepseek_recipe", "prometheus_client", "starlette"))
+    if args.otel:
+        require_extra("dgr serve --otel", "otel", ("opentelemetry.exporter.otlp.proto.http", "opentelemetry.sdk"))
+    if args.trace_dir is not None:
+        check_folder(Path(args.trace_dir))
     trio.run(_serve, args)
     return 0
 
@@ -148,7 +176,7 @@ async def _serve(args: argparse.Namespace) -> None:
     from dgr.serving.http.service import Service
 
     shards: list[Shard] = []
-    path, opening = _pipeline(args, shards.append)
+    path, credentials, opening, followed = _pipeline(args, shards.append)
     limits = ServingLimits(
         sessions=args.sessions,
         prefixes=args.prefixes,
@@ -157,6 +185,7 @@ async def _serve(args: argparse.Namespace) -> None:
         deadline=args.deadline,
     )
     policy = HttpPolicy(tls=_tls(args), grace=args.grace, client_timeout=args.client_timeout)
+    certificates = sources_of(credentials, policy.https)
     keys = None if args.api_key_file is None else ApiKeys.read(Path(args.api_key_file))
     # The port is taken before the weights are read: a wrong address shows at once.
     sockets = bind(args.listen, policy)
@@ -166,12 +195,15 @@ async def _serve(args: argparse.Namespace) -> None:
         artifact = await trio.to_thread.run_sync(Artifact.open, path)
         options = _options(args, artifact)
         async with AsyncExitStack() as stack:
+            manager = await stack.enter_async_context(open_notifier(f"opening the stages of {options.model}"))
             vocabulary = stack.enter_context(LlamaVocabulary(artifact))
             with progress_bar("opening the stages"):
                 pipeline = await stack.enter_async_context(opening)
             engine = await stack.enter_async_context(open_serving(pipeline, limits))
             words = ServingVocabulary.of_model(vocabulary, artifact)
             service = await trio.to_thread.run_sync(Service.of, engine, words, options)
+            service.metrics.tell_of_certificates(certificates)
+            service.tracing = await _tracing(args, stack, pipeline)
             local_only = keys is None and not args.allow_anyone
             app = make_app(service, keys, open_metrics=args.open_metrics, local_only=local_only)
             stop = trio.Event()
@@ -179,13 +211,31 @@ async def _serve(args: argparse.Namespace) -> None:
             with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
                 async with open_nursery() as nursery:
                     await nursery.start(_serve_until_end, nursery.cancel_scope, serve)
+                    nursery.start_soon(watch, *certificates)
                     nursery.start_soon(_take_signals, signals, stop, nursery.cancel_scope)
+                    nursery.start_soon(_tell_of_end, stop, manager)
                     if args.until_stdin_closes:
                         nursery.start_soon(until_input_ends, stop.set)
+                    if followed is not None:
+                        nursery.start_soon(follow_route, pipeline, followed)
                     _announce(args, addresses, service, shards, has_keys=keys is not None)
+                    manager.ready(f"serves {options.model} at {addresses[0]}")
     finally:
         for sock in sockets:
             sock.close()
+
+
+async def _tracing(args: argparse.Namespace, stack: AsyncExitStack, pipeline: Pipeline) -> ServerTracing | None:
+    """What traces requests, if any flag says so."""
+    if args.trace_dir is None and not args.otel:
+        return None
+    spans = None
+    if args.otel:
+        from dgr.serving.tracing.otel import OtelSpans, otlp_exporter
+
+        spans = OtelSpans(await trio.to_thread.run_sync(otlp_exporter))
+    folder = None if args.trace_dir is None else Path(args.trace_dir)
+    return await stack.enter_async_context(open_tracing(pipeline, folder, spans))
 
 
 async def _serve_until_end(
@@ -204,6 +254,11 @@ async def _take_signals(signals: AsyncIterator[int], stop: trio.Event, scope: tr
         if stop.is_set():
             scope.cancel()
         stop.set()
+
+
+async def _tell_of_end(stop: trio.Event, manager: Notifier) -> None:
+    await stop.wait()
+    manager.stopping()
 
 
 def _tls(args: argparse.Namespace) -> tuple[Path, Path] | None:
@@ -226,14 +281,17 @@ def _options(args: argparse.Namespace, artifact: Artifact) -> ServerOptions:
         ladder=Ladder(ladder),
         max_body=args.max_body,
         keep_alive=args.keep_alive or math.inf,
+        stage_metrics=args.stage_metrics or args.route is None,
     )
 
 
 def _pipeline(
     args: argparse.Namespace, on_shard: Callable[[Shard], None]
-) -> tuple[Path, AbstractAsyncContextManager[Pipeline]]:
-    """The file of the vocabulary, and the pipeline to open."""
+) -> tuple[Path, Credentials | None, AbstractAsyncContextManager[Pipeline], RouteFile | None]:
+    """The file of the vocabulary, the credentials of links, the pipeline to open, and the route file to follow."""
     if args.route is None:
+        if args.follow:
+            raise InputError("--follow follows the file of --route; there is none")
         args.sessions = _SESSIONS if args.sessions is None else args.sessions
         args.prefixes = _PREFIXES if args.prefixes is None else args.prefixes
         if args.sessions < 1 or args.prefixes < 0:
@@ -243,17 +301,18 @@ def _pipeline(
         # Each has a slot of the stages' contexts.
         slots = argparse.Namespace(**{**vars(args), "sessions": args.sessions + args.prefixes})
         local = open_local(slots, on_shard)
-        return Path(args.model), local
+        return Path(args.model), None, local, None
     file, model = route_of(args)
+    policy = link_policy_of(args, file.tls)
     remote = open_route(
         file,
-        policy=link_policy_of(args, file.tls),
+        policy=policy,
         model=None,
         chunk=args.chunk,
         chunk_seconds=args.chunk_seconds,
         timeouts=Timeouts(),
     )
-    return Path(model), remote
+    return Path(model), policy.credentials, remote, file if args.follow else None
 
 
 def _announce(

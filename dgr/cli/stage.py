@@ -14,16 +14,25 @@ from typing import TYPE_CHECKING, Any
 import trio
 
 from dgr.artifact.artifact import Artifact
-from dgr.cli.options import add_context_arguments, add_link_arguments, context_of, link_policy_of, require_extra
+from dgr.cli.notify import open_notifier
+from dgr.cli.options import (
+    add_context_arguments,
+    add_link_arguments,
+    context_of,
+    link_policy_of,
+    placement_of,
+    require_extra,
+)
 from dgr.cli.progress import progress_bar, silent_bar
 from dgr.cli.streams import print_json, until_input_ends
+from dgr.cluster.certificates import CertificateSource, sources_of, watch
 from dgr.cluster.server import StageServer
 from dgr.core.route import LayerRange
 from dgr.core.units import human_bytes
 from dgr.engine.budget import check_budget, parse_budget
 from dgr.engine.llama import LlamaEngine, estimate_memory
 from dgr.errors import InputError
-from dgr.stage.shard import MIN_IDLE, open_shard
+from dgr.stage.shard import MIN_IDLE, Shard, open_shard
 from dgr.wire.nurseries import open_nursery
 from dgr.wire.tcp import listen
 
@@ -33,6 +42,9 @@ if TYPE_CHECKING:
 __all__ = ["register", "run"]
 
 _log = logging.getLogger("dgr.stage")
+
+#: Seconds without work after which a session does not hold up the end of a stage that drains; and between two looks.
+_IDLE, _LOOK = 10, 0.1
 
 
 def register(subparsers: argparse._SubParsersAction[Any]) -> None:
@@ -63,6 +75,14 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
         metavar="HOST:PORT",
         help="answer /metrics (Prometheus), /health and /ready there over HTTP, from the start (extra `metrics`)",
     )
+    parser.add_argument(
+        "--drain",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="on a signal take nobody new, and end when no session is left, or after this long, or on a second signal"
+        " (default: 0, end at once)",
+    )
     add_context_arguments(parser)
     add_link_arguments(parser)
     parser.add_argument(
@@ -85,12 +105,16 @@ async def _stage(args: argparse.Namespace) -> None:
         raise InputError(f"--ttl is {args.ttl:g}; give the seconds after which an idle session is dropped")
     if not args.min_idle >= 0:
         raise InputError(f"--least-idle is {args.min_idle:g}; give 0 or more seconds")
+    if not 0 <= args.drain <= 86_400:
+        raise InputError(f"--drain is {args.drain:g} seconds; give 0 to 86400")
     layers = LayerRange.parse(args.layers)
     context = context_of(args)
     # The port is taken before the weights are read: a wrong address shows at once.
-    listeners, tls = await listen(args.listen, credentials=policy.credentials, allow_plain=policy.allow_plain)
+    listeners = await listen(args.listen, credentials=policy.credentials, allow_plain=policy.allow_plain)
     async with AsyncExitStack() as stack:
-        monitor, metrics = await _open_monitor(stack, args.metrics)
+        manager = await stack.enter_async_context(open_notifier(f"loading layers {layers}"))
+        certificates = sources_of(policy.credentials)
+        monitor, metrics = await _open_monitor(stack, args.metrics, certificates)
         engine = await trio.to_thread.run_sync(_load, args, layers)
         stack.callback(engine.stop)
         server = StageServer(policy)
@@ -98,12 +122,18 @@ async def _stage(args: argparse.Namespace) -> None:
             open_shard(engine, server.dial, name=str(layers), idle_timeout=args.ttl, min_idle=args.min_idle) as shard,
             open_nursery() as nursery,
         ):
-            await nursery.start(server.serve, shard, listeners, tls)
+            await nursery.start(server.serve, shard, listeners)
+            nursery.start_soon(watch, *certificates)
             if monitor is not None:
                 monitor.opened(shard, server)
             with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
                 _announce(args, listeners, engine, metrics)  # from here on a signal is an orderly end
-                await _until_told(args, signals)
+                manager.ready(f"serves layers {layers}")
+                by_signal = await _until_told(args, signals)
+                if by_signal and args.drain:
+                    manager.status("draining")
+                    await _drain(shard, args.drain, signals)
+            manager.stopping()
             if monitor is not None:
                 monitor.ending()
             engine.abort()  # a step under way ends early
@@ -111,30 +141,34 @@ async def _stage(args: argparse.Namespace) -> None:
     _log.info("stage %s with %d slots of %d tokens ended", layers, context.n_seq_max, context.n_ctx)
 
 
-async def _open_monitor(stack: AsyncExitStack, address: str | None) -> tuple[StageMonitor | None, list[str]]:
+async def _open_monitor(
+    stack: AsyncExitStack, address: str | None, certificates: tuple[CertificateSource, ...]
+) -> tuple[StageMonitor | None, list[str]]:
     """What ``--metrics`` asks for, until the stack ends, and where it is."""
     if address is None:
         return None, []
     from dgr.serving.monitor.endpoint import open_endpoint
     from dgr.serving.monitor.stage import StageMonitor
 
-    monitor = StageMonitor()
+    monitor = StageMonitor(certificates)
     return monitor, await stack.enter_async_context(open_endpoint(address, monitor))
 
 
 def _load(args: argparse.Namespace, layers: LayerRange) -> LlamaEngine:
     # A parent process shows that its stages are starting; their own displays would overwrite each other.
     showing = silent_bar if args.until_stdin_closes else progress_bar
-    artifact, context = Artifact.open(Path(args.model)), context_of(args)
+    artifact, context, placement = Artifact.open(Path(args.model)), context_of(args), placement_of(args)
     if args.memory is not None:
         with showing("counting the buffers"):
-            report = estimate_memory(artifact, layers, context)
+            report = estimate_memory(artifact, layers, context, placement)
         check_budget({f"stage {layers}": report}, context.n_seq_max, parse_budget(args.memory))
     artifact.check(layers)
     with showing("reading the weights") as progress:
         artifact.verify_weights(layers, progress)
     with showing("loading the weights"):
-        return LlamaEngine(artifact, layers, context, threads=args.threads, mmap=args.mmap)
+        return LlamaEngine(
+            artifact, layers, context, threads=args.threads, mmap=args.mmap, mlock=args.mlock, placement=placement
+        )
 
 
 def _announce(
@@ -153,6 +187,8 @@ def _announce(
             "weights_bytes": memory.weights,
             "state_bytes": sum(memory.state.values()),
             "compute_bytes": memory.compute,
+            "device_bytes": {name: device.total for name, device in memory.devices.items()},
+            "graph_splits": engine.graph_splits,
         }
         if metrics:
             line["metrics"] = [f"http://{where}/metrics" for where in metrics]
@@ -162,16 +198,37 @@ def _announce(
             f"stage {about.layers} listens on {address}, {about.context.numerics.value} numerics on"
             f" {', '.join(about.devices)}: weights {human_bytes(memory.weights)}, state"
             f" {human_bytes(sum(memory.state.values()))}, compute {human_bytes(memory.compute)}"
+            + "".join(f"; of it {human_bytes(device.total)} on {name}" for name, device in memory.devices.items())
             + (f"; metrics at http://{metrics[0]}/metrics" if metrics else ""),
             flush=True,
         )
 
 
-async def _until_told(args: argparse.Namespace, signals: AsyncIterator[int]) -> None:
-    """Wait for a signal, or for the end of standard input."""
+async def _until_told(args: argparse.Namespace, signals: AsyncIterator[int]) -> bool:
+    """Wait for a signal, or for the end of standard input; whether it was a signal."""
+    by_signal = False
     async with open_nursery() as nursery:
         if args.until_stdin_closes:
             nursery.start_soon(until_input_ends, nursery.cancel_scope.cancel)
         async for _ in signals:
+            by_signal = True
             break
         nursery.cancel_scope.cancel()
+    return by_signal
+
+
+async def _drain(shard: Shard, seconds: float, signals: AsyncIterator[int]) -> None:
+    """Take nobody new, and wait until no session is left, for ``seconds``, or for another signal."""
+    shard.draining.begin(_IDLE)
+    with trio.move_on_after(seconds):
+        async with open_nursery() as nursery:
+
+            async def empty() -> None:
+                while shard.statistics().sessions:  # noqa: ASYNC110
+                    await trio.sleep(_LOOK)
+                nursery.cancel_scope.cancel()
+
+            nursery.start_soon(empty)
+            async for _ in signals:
+                break
+            nursery.cancel_scope.cancel()

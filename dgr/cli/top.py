@@ -221,10 +221,11 @@ def _stage_table(stages: Mapping[str, StageView]) -> str:
     heads = ["STAGE", "READY", "LAYERS", "ROUTES", "SESSIONS", "LEASED", "BUSY", "DECODE t/s", "BATCH", "PREFILL t/s"]
     rows = [[*heads, "LINKS", "STATE", "RESIDENT"]]
     for url, one in stages.items():
+        ready = "drained" if one.draining else "yes" if one.ready else "no"
         routes = " ".join(f"{route}/{epoch}" for route, epoch in one.routes.items())
         rows.append(
             [
-                _host(url), "yes" if one.ready else "no", one.layers or "-", routes or "-", str(one.sessions),
+                _host(url), ready, one.layers or "-", routes or "-", str(one.sessions),
                 f"{one.slots_leased}/{one.slots}", f"{one.busy:.0%}", f"{one.decode_tokens_per_second:.1f}",
                 "-" if one.decode_batch is None else f"{one.decode_batch:.1f}", f"{one.prefill_tokens_per_second:.1f}",
                 f"{human_bytes(int(one.bytes_per_second))}/s", human_bytes(one.state_leased_bytes),

@@ -10,16 +10,32 @@ from typing import Protocol
 import trio
 from attrs import define
 
-from dgr.client.replies import ControlReply, ControlRequest, FenceReply, PendingReplies, PendingReply
+from dgr.client.replies import (
+    ControlReply,
+    ControlRequest,
+    FenceReply,
+    PendingReplies,
+    PendingReply,
+    StageQuery,
+    StageReply,
+    control_error,
+)
 from dgr.core.route import Route, StageRef
 from dgr.core.values import StageIdentity
-from dgr.errors import InvalidRoute, LinkBroken, WireError
+from dgr.errors import DgrError, InvalidRoute, LinkBroken, WireError
 from dgr.protocol.identity import check_alike, check_neighbours
 from dgr.wire import frames
 from dgr.wire.framing import Received
 from dgr.wire.links import Link
+from dgr.wire.nurseries import open_nursery
 
-__all__ = ["Connector", "ControlLink", "ControlLinks"]
+__all__ = ["Connector", "ControlLink", "ControlLinks", "blamed"]
+
+
+class FaultHandler(Protocol):
+    """Told of a failure: of a stage, by its address, or of the way from one to the next, by both."""
+
+    def __call__(self, error: DgrError, *what: str) -> None: ...
 
 
 class Connector(Protocol):
@@ -49,7 +65,7 @@ class ControlLinks:
         nursery: trio.Nursery,
         *,
         on_frame: Callable[[str, Received], None],
-        on_loss: Callable[[str], None],
+        on_loss: Callable[[str, str], None],
     ) -> None:
         #: By the stage's address.
         self.stages: dict[str, ControlLink] = {}
@@ -62,16 +78,23 @@ class ControlLinks:
         self._on_frame = on_frame
         self._on_loss = on_loss
 
-    async def reach(self, route: Route) -> dict[str, ControlLink]:
-        """Connect to the stages that are not connected yet, and check that all of them fit together."""
+    async def reach(self, route: Route, on_fault: FaultHandler) -> dict[str, ControlLink]:
+        """Connect to the stages that are not connected yet, and check that all of them fit together.
+
+        ``on_fault`` is told which of them cannot be had, or does not fit.
+        """
         stages: dict[str, ControlLink] = {}
         try:
             for ref in route.stages:
                 known = self.stages.get(ref.address)
                 if known is None or known.lost is not None:
-                    known = await self._nursery.start(self._hold, ref)
+                    try:
+                        known = await self._nursery.start(self._hold, ref)
+                    except DgrError as error:
+                        on_fault(error, ref.address)
+                        raise
                 stages[ref.address] = known
-            _check_fit(route, [stages[ref.address].description for ref in route.stages], self.reference)
+            _check_fit(route, [stages[ref.address].description for ref in route.stages], self.reference, on_fault)
         except BaseException:
             for address, stage in stages.items():
                 if self.stages.get(address) is not stage:
@@ -79,10 +102,48 @@ class ControlLinks:
             raise
         return stages
 
-    def keep_to(self, head: str) -> None:
-        """Remember what the stages of the first route share; ``head`` is the address of one of them."""
+    async def fence(
+        self, route_id: bytes, epoch: int, route: Route, seconds: float, on_fault: FaultHandler
+    ) -> list[frames.Fenced]:
+        """Have every stage of ``route`` fence an epoch, each within ``seconds``; ``on_fault`` is told what failed."""
+        replies: list[tuple[str, str, PendingReply]] = []
+        for index, ref in enumerate(route.stages):
+            before, after = route.predecessor(index), route.successor(index)
+            fence = frames.Fence(route_id, epoch, ref.address, before, after, len(route.stages))
+            replies.append((ref.address, after, self.request(FenceReply(ref.address, epoch), fence)))
+        fenced: list[frames.Fenced] = []
+        failures: list[DgrError] = []
+
+        async def hear(address: str, after: str, reply: PendingReply) -> None:
+            at = [address]
+            try:
+                frame = (await reply.wait(seconds, f"Fence({epoch}) from {address}")).frame
+            except DgrError as error:
+                failures.append(error)
+            else:
+                if isinstance(frame, frames.Fenced):
+                    fenced.append(frame)
+                    return
+                if isinstance(frame, frames.Refused) and frame.code is frames.Refusal.SUCCESSOR:
+                    at.append(after)
+                failures.append(control_error(address, frame))
+            on_fault(failures[-1], *at)
+            nursery.cancel_scope.cancel()
+
+        # All at once: stages wait for the ones behind them, and only the one that fails knows why.
+        async with open_nursery() as nursery:
+            for reply in replies:
+                nursery.start_soon(hear, *reply)
+        await trio.lowlevel.checkpoint_if_cancelled()  # then links end because we leave, and not the other way round
+        if failures:
+            raise failures[0]
+        for ref in route.stages:
+            if (lost := self.stages[ref.address].lost) is not None:  # it fenced, and died before the others had
+                on_fault(LinkBroken(lost), ref.address)
+                raise LinkBroken(lost)
         if self.reference is None:
-            self.reference = self.stages[head].description
+            self.reference = self.stages[route.stages[0].address].description
+        return fenced
 
     async def _hold(
         self, ref: StageRef, *, task_status: trio.TaskStatus[ControlLink] = trio.TASK_STATUS_IGNORED
@@ -103,7 +164,7 @@ class ControlLinks:
                     self._end(stage, "its link was closed on this side")
                     raise
                 if self._end(stage, why):
-                    self._on_loss(f"stage {ref.address}: {why}")
+                    self._on_loss(ref.address, f"stage {ref.address}: {why}")
 
     def _end(self, stage: ControlLink, why: str) -> bool:
         """Fail what waits for a stage; returns whether the present route still counted on it."""
@@ -114,7 +175,9 @@ class ControlLinks:
         self.replies.fail(LinkBroken(stage.lost), stage=address)
         return True
 
-    def request(self, key: FenceReply | ControlReply, frame: frames.Fence | ControlRequest) -> PendingReply:
+    def request(
+        self, key: FenceReply | ControlReply | StageReply, frame: frames.Fence | ControlRequest | StageQuery
+    ) -> PendingReply:
         """Send a request to a stage; one that cannot be sent has its error for a reply, and others are asked all the same."""
         reply = self.replies.register(key)
         stage = self.stages[key.stage]
@@ -127,12 +190,31 @@ class ControlLinks:
         return reply
 
 
-def _check_fit(route: Route, identities: Sequence[StageIdentity], reference: StageIdentity | None) -> None:
+def blamed(route: Route, stage: str, frame: frames.Refused) -> tuple[str, ...]:
+    """What failed where a stage says that the route is lost: itself, or the way from it to the next one."""
+    if frame.code is not frames.Refusal.SUCCESSOR:
+        return (stage,)
+    return stage, route.successor([ref.address for ref in route.stages].index(stage))
+
+
+def _check_fit(
+    route: Route,
+    identities: Sequence[StageIdentity],
+    reference: StageIdentity | None,
+    on_fault: FaultHandler,
+) -> None:
     """Refuse stages that do not belong together, or not to the route's first epoch, naming both values."""
     route.check(identities[0].n_layers)
-    for ref, identity in zip(route.stages, identities, strict=True):
-        if identity.layers != ref.layers:
-            raise InvalidRoute(f"stage {ref.address} owns layers {identity.layers}; the route says {ref.layers}")
-        check_alike(f"stage {ref.address}", identity, reference or identities[0])
-    for before, after in itertools.pairwise(identities):
-        check_neighbours(before, after)
+    at = route.stages[0].address
+    try:
+        for ref, identity in zip(route.stages, identities, strict=True):
+            at = ref.address
+            if identity.layers != ref.layers:
+                raise InvalidRoute(f"stage {ref.address} owns layers {identity.layers}; the route says {ref.layers}")
+            check_alike(f"stage {ref.address}", identity, reference or identities[0])
+        for index, (before, after) in enumerate(itertools.pairwise(identities)):
+            at = route.stages[index + 1].address
+            check_neighbours(before, after)
+    except InvalidRoute as error:
+        on_fault(error, at)
+        raise

@@ -7,7 +7,9 @@ always of the same size.
 
 from __future__ import annotations
 
-__all__ = ["CHUNK_SECONDS", "ChunkPace"]
+from attrs import frozen
+
+__all__ = ["CHUNK_SECONDS", "ChunkPace", "SessionLimits"]
 
 #: Seconds of a chunk, unless told otherwise.
 CHUNK_SECONDS = 0.5
@@ -36,3 +38,18 @@ class ChunkPace:
         fitting = self._most if self._took == 0 else int(self._passed / self._took * self._seconds)
         fitting = min(fitting, 2 * self.tokens)  # nobody knows yet how long one of twice the size takes
         self.tokens = self._most if fitting >= self._most else min(max(fitting // _UNIT * _UNIT, _LEAST), self._most)
+
+
+@frozen
+class SessionLimits:
+    """What the present route lets a session do."""
+
+    n_vocab: int
+    #: Tokens a session can hold.
+    n_ctx: int
+    #: Most tokens of one prefill chunk.
+    chunk: int
+    #: Chunks of one session that may be in flight.
+    window: int
+    #: Whether every stage copies sessions.
+    forks: bool = True

@@ -6,7 +6,7 @@ its :class:`~dgr.client.session.ClientSession` objects hold the transcripts.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import TypeVar
 
@@ -20,11 +20,15 @@ from dgr.client.generation import Vocabulary
 from dgr.client.pace import CHUNK_SECONDS
 from dgr.client.route_client import RouteClient, Timeouts
 from dgr.client.session import ClientSession
+from dgr.client.tracing import Tracer
 from dgr.core.arguments import check_instance, check_number, check_whole
-from dgr.core.route import LayerRange, Route
+from dgr.core.load import StageLoad
+from dgr.core.route import LayerRange, Route, StageRef
 from dgr.core.values import ContextParams, StageIdentity
+from dgr.errors import ClosedError, SessionLost, WireError
 from dgr.protocol.limits import INBOX
 from dgr.protocol.states import RouteState
+from dgr.wire import frames
 from dgr.wire.nurseries import cancelled_first, open_nursery
 
 __all__ = ["Connector", "Pipeline", "PipelineStatistics", "StageStatus", "Timeouts", "Vocabulary", "open_pipeline_on"]
@@ -67,6 +71,8 @@ class Pipeline:
         self._client = client
         self._hub = hub
         self._retries = retries
+        #: Where the time of single requests goes.
+        self.tracer = Tracer(client)
         self._sessions: dict[int, ClientSession] = {}
         self._next_session = 1
 
@@ -141,6 +147,29 @@ class Pipeline:
             re_prefilled_tokens=dict(self._hub.re_prefilled_tokens),
         )
 
+    async def load(self, seconds: float = 5.0) -> Mapping[str, StageLoad | None]:
+        """Ask every stage of the present route how much it has to do: address -> its load, head first.
+
+        None for a stage that is lost, or has not answered within ``seconds``. A stage answers while it computes. Raises
+        :class:`~dgr.errors.ClosedError`.
+        """
+        check_number("seconds", seconds, 0)
+        if self.state is RouteState.CLOSED:
+            raise ClosedError("the pipeline is closed; open another one")
+        loads: dict[str, StageLoad | None] = {ref.address: None for ref in self.route.stages}
+
+        async def ask(address: str) -> None:
+            try:
+                report = await self._client.ask_stage(address, frames.QueryLoad, frames.LoadReport, seconds)
+            except (WireError, SessionLost):
+                return  # it stays without one
+            loads[address] = report.load
+
+        async with open_nursery() as nursery:
+            for address in loads:
+                nursery.start_soon(ask, address)
+        return loads
+
     def events(self) -> trio.MemoryReceiveChannel[Event]:
         """Subscribe to everything that happens from now on; iterate over the channel."""
         return self._hub.subscribe()
@@ -170,18 +199,26 @@ class Pipeline:
                 await session.aclose()
             del self._sessions[session.id], self._client.members[session.id]
 
-    async def change_route(self, route: Route) -> None:
+    async def change_route(self, route: Route, spares: Sequence[StageRef] = ()) -> None:
         """Fence a new epoch on every stage of ``route``; sessions re-prefill when they are next used.
+
+        ``spares``: other stages of the same layer ranges; one takes over when a stage is lost, or now when one cannot be had.
 
         Raises :class:`InvalidRoute` when the stages do not fit together (the old route stays), :class:`PeerRefused` or
         :class:`DeadlineExceeded` when a stage does not fence (the route is then down until it does, or the next change).
         """
         check_instance("route", route, Route)
-        await self._client.change(route)
+        await self._client.change(route, _checked(spares))
 
     async def wait_live(self) -> None:
         """Wait until the route admits work. Raises :class:`DeadlineExceeded`, :class:`ClosedError`."""
         await self._client.wait_live()
+
+
+def _checked(spares: Sequence[StageRef]) -> tuple[StageRef, ...]:
+    for spare in spares:
+        check_instance("a spare stage", spare, StageRef)
+    return tuple(spares)
 
 
 @asynccontextmanager
@@ -189,6 +226,7 @@ async def open_pipeline_on(
     connect: Connector,
     route: Route,
     *,
+    spares: Sequence[StageRef] = (),
     vocabulary: Vocabulary | None = None,
     chunk: int | None = None,
     chunk_seconds: float = CHUNK_SECONDS,
@@ -198,13 +236,16 @@ async def open_pipeline_on(
 ) -> AsyncIterator[Pipeline]:
     """Open a pipeline over stages that ``connect`` reaches.
 
+    ``spares``: other stages that own the same layer ranges as those of ``route``; they take over, in the order given, when
+    one is lost, cannot be had or is drained. What failed is tried later again.
     ``vocabulary``: text to token ids and back; without one, prompts are token ids and answers have no text. ``chunk``:
     tokens of one prefill chunk; by default n_ubatch, and in exact numerics what the slowest stage evaluates in
     ``chunk_seconds`` if that is less: a chunk is how long other sessions' streams pause, and how long a cancelled prompt
     goes on. ``window``: chunks of one session in flight (default stages + 1).
     ``retries``: re-prefills tried for one request before :class:`~dgr.errors.PrefillFailed`. ``timeouts``: every wait.
     Raises :class:`InputError` for values out of range, :class:`InvalidRoute` when the stages do not fit together,
-    :class:`PeerRefused`, :class:`LinkBroken` or :class:`DeadlineExceeded` when one cannot be had.
+    :class:`PeerRefused`, :class:`LinkBroken` or :class:`DeadlineExceeded` when one cannot be had, and :class:`NoCandidate`
+    when none of those of one range can.
     """
     if chunk is not None:
         check_whole("chunk", chunk, 1)
@@ -213,6 +254,7 @@ async def open_pipeline_on(
         check_whole("window", window, 1, INBOX)  # more would not fit a session's inbox on a stage
     check_whole("retries", retries, 0)
     check_instance("route", route, Route)
+    spares = _checked(spares)
     timeouts = Timeouts() if timeouts is None else timeouts
     check_instance("timeouts", timeouts, Timeouts)
     hub = EventHub()
@@ -222,7 +264,7 @@ async def open_pipeline_on(
     hub.route_id = client.route_id
     async with open_nursery() as nursery:
         async with cancelled_first():
-            await nursery.start(client.run, route)
+            await nursery.start(client.run, route, spares)
         try:
             yield Pipeline(client, hub, vocabulary, retries)
         finally:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TypeAlias
+from collections.abc import Callable
+from typing import TypeAlias, TypeGuard
 
 import trio
-from attrs import frozen
+from attrs import field, frozen
 
+from dgr.core.arguments import number
 from dgr.errors import (
     CacheMissed,
     DeadlineExceeded,
@@ -16,6 +18,7 @@ from dgr.errors import (
     Overloaded,
     PeerRefused,
     SessionLost,
+    StageDraining,
     WireError,
 )
 from dgr.wire import frames
@@ -28,10 +31,28 @@ __all__ = [
     "PendingReplies",
     "PendingReply",
     "ReplyKey",
+    "SessionReply",
+    "StageQuery",
+    "StageReply",
+    "Timeouts",
     "WorkReply",
+    "concerns_the_route",
     "control_error",
+    "is_draining",
     "work_error",
 ]
+
+
+@frozen
+class Timeouts:
+    """Every wait of a pipeline, seconds (``math.inf``: for ever). Raises :class:`InputError` for anything else."""
+
+    #: For the reply to one chunk, from the moment it is the oldest in flight.
+    reply: float = field(default=120.0, validator=number(0))
+    #: For Opened, Closed, StateReport. A Close waits for the step that runs, so this is at least as long as ``reply``.
+    control: float = field(default=120.0, validator=number(0))
+    #: For Fenced from every stage, and for a session waiting until the route is live.
+    route: float = field(default=60.0, validator=number(0))
 
 
 @frozen
@@ -59,16 +80,42 @@ class WorkReply:
     seq: int
 
 
+@frozen
+class StageReply:
+    """A stage's reply to a question about the stage itself."""
+
+    stage: str
+    seq: int
+
+
+#: What a pipeline asks a stage about itself.
+StageQuery: TypeAlias = frames.QueryLoad | frames.QueryTrace
+
 #: What a pipeline asks every stage about one session.
 ControlRequest: TypeAlias = frames.Open | frames.Fork | frames.Close | frames.QueryState
 
-ReplyKey: TypeAlias = FenceReply | ControlReply | WorkReply
+ReplyKey: TypeAlias = FenceReply | ControlReply | WorkReply | StageReply
+
+
+#: A reply about a session, or a refused fence.
+SessionReply: TypeAlias = (
+    frames.Opened
+    | frames.Closed
+    | frames.Advanced
+    | frames.Token
+    | frames.Logits
+    | frames.CacheMiss
+    | frames.StaleEpoch
+    | frames.Refused
+    | frames.WorkSkipped
+    | frames.StateReport
+)
 
 
 class PendingReply:
     """A place where one reply will be put; the first one counts."""
 
-    __slots__ = ("_event", "request", "value")
+    __slots__ = ("_event", "on_set", "request", "value")
 
     def __init__(self, request: frames.Frame | None = None) -> None:
         self._event = trio.Event()
@@ -76,11 +123,15 @@ class PendingReply:
         self.request = request
         #: What was put here; None as long as nothing was.
         self.value: Received | DgrError | None = None
+        #: Called as soon as something is.
+        self.on_set: Callable[[], None] | None = None
 
     def set(self, value: Received | DgrError) -> None:
         if self.value is None:
             self.value = value
             self._event.set()
+            if self.on_set is not None:
+                self.on_set()
 
     async def wait(self, seconds: float, what: str) -> Received:
         """Return the reply. Raises the error that was put here, or :class:`DeadlineExceeded` after ``seconds``."""
@@ -136,6 +187,8 @@ def control_error(stage: str, frame: frames.Frame) -> DgrError:
     match frame:
         case frames.Refused(code=frames.Refusal.OVERLOADED):
             return Overloaded(f"stage {stage}: {frame.message}")
+        case frames.Refused(code=frames.Refusal.DRAINING):
+            return StageDraining(f"stage {stage}: {frame.message}")
         case frames.Refused():
             return PeerRefused(f"stage {stage}: {frame.message}")
         case frames.CacheMiss():
@@ -163,3 +216,12 @@ def work_error(frame: frames.Frame) -> DgrError:
             return SessionLost(f"cancelled at position {frame.position}")
         case _:
             return WireError(f"a work frame was replied to with {type(frame).__name__}")
+
+
+def is_draining(frame: frames.Frame) -> bool:
+    return isinstance(frame, frames.Refused) and frame.code is frames.Refusal.DRAINING
+
+
+def concerns_the_route(frame: SessionReply) -> TypeGuard[frames.Refused]:
+    """Whether a stage says that it lost the next one, or all that it held of the route session."""
+    return isinstance(frame, frames.Refused) and (frame.code is frames.Refusal.SUCCESSOR or not frame.key.session)

@@ -7,25 +7,37 @@ background but the readers of the control links and the recovery of a route that
 
 from __future__ import annotations
 
+import itertools
 import math
 import secrets
-from collections.abc import Callable
-from typing import Protocol, TypeAlias, TypeGuard
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
 
 import trio
-from attrs import field, frozen
 
+from dgr.client.candidates import Candidates
 from dgr.client.claims import check_work_reply
-from dgr.client.control_links import Connector, ControlLinks
+from dgr.client.control_links import Connector, ControlLinks, blamed
 from dgr.client.events import Event, RouteChanged, RouteDown
-from dgr.client.pace import ChunkPace
-from dgr.client.replies import ControlReply, ControlRequest, FenceReply, PendingReply, WorkReply, control_error
-from dgr.core.arguments import number
-from dgr.core.route import Route
+from dgr.client.pace import ChunkPace, SessionLimits
+from dgr.client.replies import (
+    ControlReply,
+    ControlRequest,
+    FenceReply,
+    PendingReply,
+    SessionReply,
+    StageQuery,
+    StageReply,
+    Timeouts,
+    WorkReply,
+    concerns_the_route,
+    is_draining,
+)
+from dgr.core.route import Route, StageRef
 from dgr.core.state_machine import StateMachine
-from dgr.core.values import Key, Numerics, StageIdentity
+from dgr.core.values import Key, StageIdentity
 from dgr.engine.base import FORK
-from dgr.errors import ClosedError, DeadlineExceeded, DgrError, LinkBroken, SessionLost, WireError
+from dgr.errors import ClosedError, DeadlineExceeded, DgrError, InvalidRoute, LinkBroken, SessionLost, WireError
 from dgr.protocol.states import ROUTE, RouteEvent, RouteState
 from dgr.wire import frames
 from dgr.wire.framing import Received
@@ -34,50 +46,13 @@ from dgr.wire.nurseries import cancelled_first, open_nursery
 
 __all__ = ["RouteClient", "RouteMember", "SessionLimits", "Timeouts"]
 
-#: A reply about a session, or a refused fence.
-SessionReply: TypeAlias = (
-    frames.Opened
-    | frames.Closed
-    | frames.Advanced
-    | frames.Token
-    | frames.Logits
-    | frames.CacheMiss
-    | frames.StaleEpoch
-    | frames.Refused
-    | frames.WorkSkipped
-    | frames.StateReport
-)
+Report = TypeVar("Report", frames.LoadReport, frames.TraceReport)
 
 #: Seconds between two tries to bring a route back: at first, and at most.
 _FIRST_PAUSE = 0.05
 _LAST_PAUSE = 0.5
-
-
-@frozen
-class Timeouts:
-    """Every wait of a pipeline, seconds (``math.inf``: for ever). Raises :class:`InputError` for anything else."""
-
-    #: For the reply to one chunk, from the moment it is the oldest in flight.
-    reply: float = field(default=120.0, validator=number(0))
-    #: For Opened, Closed, StateReport. A Close waits for the step that runs, so this is at least as long as ``reply``.
-    control: float = field(default=120.0, validator=number(0))
-    #: For Fenced from every stage, and for a session waiting until the route is live.
-    route: float = field(default=60.0, validator=number(0))
-
-
-@frozen
-class SessionLimits:
-    """What the present route lets a session do."""
-
-    n_vocab: int
-    #: Tokens a session can hold.
-    n_ctx: int
-    #: Most tokens of one prefill chunk.
-    chunk: int
-    #: Chunks of one session that may be in flight.
-    window: int
-    #: Whether every stage copies sessions.
-    forks: bool = True
+#: Seconds between two tries to leave a stage that is being drained, at most.
+_LEAVING_PAUSE = 10.0
 
 
 class RouteMember(Protocol):
@@ -110,6 +85,8 @@ class RouteClient:
         self.members: dict[int, RouteMember] = {}
         #: Why the last try to bring a route back failed.
         self.last_recovery_error: str | None = None
+        #: Numbers of questions about stages themselves.
+        self._queries = itertools.count()
         self._connect = connect
         self._chunk = chunk
         self._chunk_seconds = chunk_seconds
@@ -117,9 +94,13 @@ class RouteClient:
         self._window = window
         self._machine = StateMachine(ROUTE)
         self._live = trio.Event()
-        self._down = trio.Event()
+        #: Set when the route is down, or a stage of it is about to be maintained.
+        self._attention = trio.Event()
         self._changing = trio.Lock()
         self._route: Route | None = None
+        self._candidates: Candidates | None = None
+        #: Addresses of stages that wish to be left.
+        self._draining: set[str] = set()
         self._open_links: ControlLinks | None = None
 
     @property
@@ -145,7 +126,7 @@ class RouteClient:
         """Tokens of the next chunk: as ``chunk`` says; without it at most n_ubatch, and in exact numerics what takes
         ``chunk_seconds``."""
         if self._pace is None:
-            exact = self.descriptions[0].context.numerics is Numerics.EXACT
+            exact = self.descriptions[0].context.numerics.exact_kernels
             adapts = self._chunk is None and exact and self._chunk_seconds < math.inf
             self._pace = ChunkPace(self.limits.chunk, self._chunk_seconds if adapts else None)
         return self._pace
@@ -169,13 +150,19 @@ class RouteClient:
 
     # --- its life ---
 
-    async def run(self, route: Route, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+    async def run(
+        self,
+        route: Route,
+        spares: Sequence[StageRef] = (),
+        *,
+        task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
+    ) -> None:
         """Hold the control links until cancelled; started once every stage has fenced the first epoch."""
         async with open_nursery() as nursery:
             self._open_links = ControlLinks(self._connect, nursery, on_frame=self._on_frame, on_loss=self._on_loss)
-            await self.change(route)
+            await self.change(route, spares)
             task_status.started()
-            await self._recover()
+            await self._keep_live()
 
     def close(self) -> None:
         """Mark the end: whoever still waits is told; the links close with :meth:`run`."""
@@ -213,14 +200,36 @@ class RouteClient:
 
     # --- epochs ---
 
-    async def change(self, route: Route, *, only_if_down: bool = False) -> None:
+    async def change(self, route: Route, spares: Sequence[StageRef] = ()) -> None:
         """Fence a new epoch on every stage of ``route``. See :meth:`dgr.client.pipeline.Pipeline.change_route`."""
-        async with cancelled_first(), self._changing:
-            if only_if_down and self.state is not RouteState.DOWN:
+        candidates = Candidates(route, spares)
+        while True:
+            try:
+                await self._change(
+                    candidates, lambda: self._candidates is not candidates or self.state is not RouteState.LIVE
+                )
+            except (WireError, InvalidRoute) as error:
+                self._check_open()
+                if not candidates.has_spares:
+                    raise
+                if candidates.rest(trio.current_time()):  # each of them has failed
+                    raise candidates.error() from error
+            else:
                 return
+
+    async def _change(self, candidates: Candidates, wanted: Callable[[], bool]) -> None:
+        """Fence a new epoch on the candidates that are best now, if that is still wanted when its turn has come."""
+        async with cancelled_first(), self._changing:
+            if not wanted():
+                return
+            route = candidates.choose(trio.current_time())
+
+            def blame(error: DgrError, *what: str) -> None:
+                candidates.fail(*what, now=trio.current_time(), why=str(error))
+
             self._check_open()
             began = trio.current_time()
-            stages = await self._links.reach(route)
+            stages = await self._links.reach(route, blame)
             self._check_open()
             if self.state is not RouteState.FENCING:
                 self._machine.fire(RouteEvent.CHANGE)
@@ -230,20 +239,25 @@ class RouteClient:
             # Replies to the old epoch are dropped from now on, so whoever waits for one must be told.
             self._links.replies.fail(SessionLost("route change"))
             left = [stage for address, stage in self._links.stages.items() if stages.get(address) is not stage]
-            self._links.stages, self._route = stages, route
+            self._links.stages, self._route, self._candidates = stages, route, candidates
+            self._draining &= stages.keys()
             try:
-                fenced = await self._fence(route)
+                fenced = await self._links.fence(self.route_id, self.epoch, route, self.timeouts.route, blame)
+                self._check_open()
             except BaseException:  # a caller who gave up leaves a route that was fenced in part: fence it anew
                 if self._machine.can(RouteEvent.BREAK):
                     self._machine.fire(RouteEvent.BREAK)
-                    self._down.set()
+                    self._attention.set()
                 raise
             finally:
                 # Closing its control link makes a stage that left the route drop this route session.
                 for stage in left:
                     stage.scope.cancel()
             self._machine.fire(RouteEvent.FENCED)
+            candidates.serves(route)
             self._live.set()
+            if self._draining:  # one said so while it was being fenced
+                self._attention.set()
             self.emit(
                 RouteChanged(
                     self.epoch,
@@ -254,62 +268,64 @@ class RouteClient:
                 )
             )
 
-    async def _fence(self, route: Route) -> list[frames.Fenced]:
-        replies: list[tuple[str, PendingReply]] = []
-        for index, ref in enumerate(route.stages):
-            before, after = route.predecessor(index), route.successor(index)
-            fence = frames.Fence(self.route_id, self.epoch, ref.address, before, after, len(route.stages))
-            replies.append((ref.address, self._links.request(FenceReply(ref.address, self.epoch), fence)))
-        fenced: list[frames.Fenced] = []
-        failures: list[DgrError] = []
-
-        async def hear(address: str, reply: PendingReply) -> None:
-            try:
-                frame = (await reply.wait(self.timeouts.route, f"Fence({self.epoch}) from {address}")).frame
-            except DgrError as error:
-                failures.append(error)
-            else:
-                if isinstance(frame, frames.Fenced):
-                    fenced.append(frame)
-                    return
-                failures.append(control_error(address, frame))
-            nursery.cancel_scope.cancel()
-
-        # All at once: stages wait for the ones behind them, and only the one that fails knows why.
-        async with open_nursery() as nursery:
-            for address, reply in replies:
-                nursery.start_soon(hear, address, reply)
-        await trio.lowlevel.checkpoint_if_cancelled()  # then links end because we leave, and not the other way round
-        if failures:
-            raise failures[0]
-        self._check_open()
-        for ref in route.stages:
-            if (lost := self._links.stages[ref.address].lost) is not None:  # it fenced, and died before the others had
-                raise LinkBroken(lost)
-        self._links.keep_to(route.stages[0].address)
-        return fenced
-
-    def _go_down(self, why: str) -> None:
-        """The route admits no work until every stage has fenced a new epoch."""
+    def _go_down(self, why: str, *at: str) -> None:
+        """The route admits no work until every stage has fenced a new epoch. ``at``: what failed, as candidates know it."""
+        if self._candidates is not None:
+            self._candidates.fail(*at, now=trio.current_time(), why=why)
         self._machine.fire(RouteEvent.BREAK)
         self._not_live()
         self._lose_all(why)
         self.emit(RouteDown(self.epoch, why))
-        self._down.set()
+        self._attention.set()
 
-    async def _recover(self) -> None:
-        """Fence the same route anew whenever it is down, until its stages reply or another route is set."""
+    async def _keep_live(self) -> None:
+        """Whenever the route is down, fence it anew, on other candidates where there are any, until its stages reply or
+        another route is set; leave stages that are about to be maintained where others can take their places."""
         while True:
-            await self._down.wait()
-            self._down = trio.Event()
+            with trio.move_on_after(self._patience):
+                await self._attention.wait()
+            self._attention = trio.Event()
             pause = _FIRST_PAUSE
-            while self.state is RouteState.DOWN:
+            while self.state is RouteState.DOWN and (candidates := self._candidates) is not None:
                 try:
-                    await self.change(self.route, only_if_down=True)
+                    await self._change(candidates, lambda: self.state is RouteState.DOWN)
                 except DgrError as error:
-                    self.last_recovery_error = str(error)
-                    await trio.sleep(pause)
-                    pause = min(2 * pause, _LAST_PAUSE)
+                    all_failed = candidates.rest(trio.current_time()) > 0
+                    self.last_recovery_error = str(
+                        candidates.error() if candidates.has_spares and all_failed else error
+                    )
+                    if all_failed or not candidates.has_spares:
+                        await trio.sleep(pause)
+                        pause = min(2 * pause, _LAST_PAUSE)
+            await self._leave_draining()
+
+    async def _leave_draining(self) -> None:
+        """Move to candidates that stay, if there are any; else the answers under way end where they are."""
+        candidates = self._candidates
+        if candidates is None:
+            return
+
+        def better() -> bool:
+            candidates.avoided = self._draining
+            is_held = bool(self._draining) and self.state is RouteState.LIVE and self._candidates is candidates
+            return is_held and candidates.choose(trio.current_time()) != self._route
+
+        first = True
+        while better() and (first or not candidates.rest(trio.current_time())):
+            first = False
+            try:
+                await self._change(candidates, better)
+            except DgrError as error:
+                self.last_recovery_error = str(error)  # that one has failed too; down, the route is brought back
+        if self.state is RouteState.LIVE:
+            self._live.set()
+
+    @property
+    def _patience(self) -> float:
+        """Seconds until another try to leave a stage that wishes it."""
+        if not self._draining or self._candidates is None or not self._candidates.has_spares:
+            return math.inf
+        return min(max(self._candidates.rest(trio.current_time()), _LAST_PAUSE), _LEAVING_PAUSE)
 
     # --- frames from the stages ---
 
@@ -319,16 +335,30 @@ class RouteClient:
             if frame.route != self.route_id:
                 raise WireError("it says that it fenced a route session that is not this pipeline's")
             replies.resolve(FenceReply(stage, frame.epoch), received)
+        elif isinstance(frame, frames.Occupancy):
+            self._on_occupancy(stage, frame)
+        elif isinstance(frame, frames.LoadReport | frames.TraceReport):
+            replies.resolve(StageReply(stage, frame.seq), received)
         elif not isinstance(frame, SessionReply):
             raise WireError(f"{type(frame).__name__} came from stage {stage}, which may only reply")
         elif frame.key.route != self.route_id or frame.key.epoch != self.epoch:
             return  # a reply to an epoch that is over
-        elif _concerns_the_route(frame) and self.state is RouteState.LIVE:
-            self._go_down(f"stage {stage}: {frame.message}")
+        elif concerns_the_route(frame) and self.state is RouteState.LIVE:
+            self._go_down(f"stage {stage}: {frame.message}", *blamed(self.route, stage, frame))
         elif not frame.key.session:
             replies.resolve(FenceReply(stage, frame.key.epoch), received)
         elif not replies.resolve(ControlReply(stage, frame.key.session, frame.seq), received):
             self._on_work_reply(stage, WorkReply(frame.key.session, frame.seq), received)
+
+    def _on_occupancy(self, stage: str, frame: frames.Occupancy) -> None:
+        """A stage is about to be maintained, or is no longer."""
+        if frame.draining and stage not in self._draining:
+            self._draining.add(stage)
+            if self.state is RouteState.LIVE and self._candidates is not None and self._candidates.has_spares:
+                self._not_live()  # sessions wait until it is known whether another stage takes its place
+            self._attention.set()
+        elif not frame.draining:
+            self._draining.discard(stage)
 
     def _on_work_reply(self, stage: str, key: WorkReply, received: Received) -> None:
         pending = self._links.replies.get(key)
@@ -340,10 +370,11 @@ class RouteClient:
             )
             self._links.replies.resolve(key, received)
 
-    def _on_loss(self, why: str) -> None:
+    def _on_loss(self, address: str, why: str) -> None:
         """A control link ended."""
+        self._draining.discard(address)  # whoever comes back in its place has not said so
         if self.state is RouteState.LIVE:
-            self._go_down(why)
+            self._go_down(why, address)
 
     # --- the interface of sessions ---
 
@@ -376,15 +407,38 @@ class RouteClient:
         keys = [ControlReply(ref.address, frame.key.session, frame.seq) for ref in self.route.stages]
         replies = [self._links.request(key, frame) for key in keys]
         try:
-            return [
+            found = [
                 (key.stage, (await reply.wait(self.timeouts.control, f"{what} from stage {key.stage}")).frame)
                 for key, reply in zip(keys, replies, strict=True)
             ]
         finally:
             for key in keys:
                 self._links.replies.discard(key)
+        if self._candidates is not None and self._candidates.has_spares and any(is_draining(one) for _, one in found):
+            raise SessionLost("a stage is being drained")  # it was told before: the route is about to leave it
+        return found
 
+    async def ask_stage(
+        self, address: str, query: Callable[[int], StageQuery], answer: type[Report], seconds: float
+    ) -> Report:
+        """What a stage tells of itself. ``query(seq)`` makes the question.
 
-def _concerns_the_route(frame: SessionReply) -> TypeGuard[frames.Refused]:
-    """Whether a stage says that it lost the next one, or all that it held of the route session."""
-    return isinstance(frame, frames.Refused) and (frame.code is frames.Refusal.SUCCESSOR or not frame.key.session)
+        Raises :class:`WireError`, :class:`DeadlineExceeded`, :class:`SessionLost` when the route changes meanwhile.
+        """
+        self._check_open()
+        key = StageReply(address, next(self._queries))
+        reply = self._links.request(key, query(key.seq))
+        try:
+            frame = (await reply.wait(seconds, f"{answer.__name__} from stage {address}")).frame
+        finally:
+            self._links.replies.discard(key)
+        if not isinstance(frame, answer):
+            raise WireError(f"stage {address} replied with {type(frame).__name__}, and not with {answer.__name__}")
+        return frame
+
+    def control_link(self, address: str) -> Link:
+        """The control link to a stage of the route. Raises :class:`LinkBroken` when it has ended."""
+        stage = self._links.stages[address]
+        if stage.lost is not None:
+            raise LinkBroken(stage.lost)
+        return stage.link

@@ -82,7 +82,7 @@ class ClientSession:
         self._retries = retries
         self._machine = StateMachine(CLIENT_SESSION)
         self._in_use = trio.Lock()
-        self._work = SessionWork(route, session_id)
+        self._work = self.traced = SessionWork(route, session_id)  # a trace follows it: see RequestTrace.follow
         #: The epoch in which stages may hold something of it; -1 when none does.
         self._epoch = -1
         self._kept: KeptToken | None = None

@@ -12,6 +12,7 @@ from dgr.client.events import Event
 from dgr.client.pace import ChunkPace
 from dgr.client.replies import ControlRequest, PendingReply, work_error
 from dgr.client.route_client import SessionLimits, Timeouts
+from dgr.client.tracing import RequestTrace
 from dgr.core.prefix import PrefixDigest
 from dgr.core.values import Expectation, Key, LogitsWanted, SamplingParams
 from dgr.errors import DgrError, SessionLost
@@ -108,6 +109,8 @@ class SessionWork:
         self._seq = 0
         #: Tokens sent over the session's life, those of re-prefills included.
         self.sent_in_all = 0
+        #: The request that it is done for, if that is traced.
+        self.trace: RequestTrace | None = None
 
     @property
     def committed(self) -> int:
@@ -156,8 +159,10 @@ class SessionWork:
             tokens=tuple(tokens),
             logits=logits,
             sampling=sampling,
+            trace=None if self.trace is None else self.trace.id,
         )
-        reply = self._route.send_work(frame)
+        send = self._route.send_work
+        reply = send(frame) if self.trace is None else self.trace.send(frame, send)
         self._seq = frame.seq
         self._sent.extend(tokens)
         self.sent_in_all += len(tokens)

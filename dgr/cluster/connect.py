@@ -20,11 +20,12 @@ from dgr.engine.vocab import LlamaVocabulary
 from dgr.errors import DeadlineExceeded, FrameError, InvalidRoute, LinkBroken, PeerRefused
 from dgr.protocol.limits import limits_of
 from dgr.v4.state_map import ContextShape
+from dgr.wire.credentials import Credentials
 from dgr.wire.frames import Denied, Hello, Role, Welcome
 from dgr.wire.framing import Limits, Received
 from dgr.wire.handshake import HANDSHAKE_LIMITS, exchange_preamble
 from dgr.wire.links import Link, open_link
-from dgr.wire.tcp import Credentials, dial
+from dgr.wire.tcp import dial, peer_expiry
 
 __all__ = ["LinkPolicy", "RemoteConnector", "arriving_limits", "first_frame", "open_greeted", "open_route"]
 
@@ -59,8 +60,10 @@ async def first_frame(link: Link, seconds: float, what: str) -> Received:
 
 
 @asynccontextmanager
-async def open_greeted(address: str, policy: LinkPolicy, hello: Hello) -> AsyncIterator[tuple[Link, Welcome]]:
-    """A link to a stage, greeted and agreed on."""
+async def open_greeted(
+    address: str, policy: LinkPolicy, hello: Hello
+) -> AsyncIterator[tuple[Link, Welcome, float | None]]:
+    """A link to a stage, greeted and agreed on; and when the stage's certificate ends, where it has one."""
     transport = await dial(
         address, credentials=policy.credentials, allow_plain=policy.allow_plain, seconds=policy.handshake
     )
@@ -83,7 +86,7 @@ async def open_greeted(address: str, policy: LinkPolicy, hello: Hello) -> AsyncI
                 # A next stage answers without payloads; the tail sends logits to a client.
                 incoming = arriving_limits(limits, Role.PIPELINE) if hello.role is Role.STAGE else None
                 link.apply_limits(limits, answer.credit, incoming=incoming)
-                yield link, answer
+                yield link, answer, peer_expiry(transport)
             case Denied():
                 raise PeerRefused(f"stage {address} refused the link: {answer.message}")
             case _:
@@ -105,6 +108,8 @@ class RemoteConnector:
         artifact: str | None = None,
         context: Mapping[str, Any] | None = None,
     ) -> None:
+        #: By address: when a stage's certificate ends, seconds since 1970, as last shown.
+        self.expiries: dict[str, float] = {}
         self._policy = policy
         self._hello = Hello(Role.PIPELINE, name, None, wants)
         self._artifact = artifact
@@ -112,7 +117,9 @@ class RemoteConnector:
 
     @asynccontextmanager
     async def __call__(self, address: str) -> AsyncIterator[tuple[Link, StageIdentity]]:
-        async with open_greeted(address, self._policy, self._hello) as (link, welcome):
+        async with open_greeted(address, self._policy, self._hello) as (link, welcome, expiry):
+            if expiry is not None:
+                self.expiries[address] = expiry
             self._check(address, welcome.identity)
             yield link, welcome.identity
 
@@ -161,6 +168,7 @@ async def open_route(
         async with open_pipeline_on(
             connector,
             file.route,
+            spares=file.spares,
             vocabulary=vocabulary,
             chunk=chunk,
             chunk_seconds=chunk_seconds,

@@ -10,13 +10,13 @@ from collections.abc import Iterator, Mapping
 import trio
 from attrs import frozen
 
+from dgr.cluster.certificates import SOON_DAYS
 from dgr.errors import DeadlineExceeded, DgrError, FrameError, InvalidRoute, LinkBroken, PeerRefused
-from dgr.wire.tcp import Credentials, parse_address
+from dgr.wire.credentials import Credentials, greet
+from dgr.wire.tcp import parse_address
 
-__all__ = ["Finding", "next_step", "own_findings", "said_step"]
+__all__ = ["Finding", "causes", "next_step", "own_findings", "peer_finding", "said_step"]
 
-#: Days before its end from which a certificate is spoken of.
-_SOON = 14
 _DAY = 86_400.0
 #: Seconds to find out whether a host takes connections at all.
 _KNOCK = 3.0
@@ -28,7 +28,7 @@ _OTHER_HOST, _OTHER_IP = 62, 64
 _FOREIGN = "it is not of this host's CA: give all hosts certificates of one CA (`dgr keys`), and this host its ca.pem"
 _NAMED = "its certificate is for other names: write one of those in the route file, or make one for this address (`dgr keys`)"
 _OF_PEERS: Mapping[int, str] = {
-    _EXPIRED: "the certificate there has expired: make a new one (`dgr keys`) and start the stage again with it",
+    _EXPIRED: "the certificate there has expired: make a new one (`dgr keys`) and put it into its files: no restart is needed",
     _NOT_YET_VALID: "the certificate there is not valid yet: compare the clocks of both hosts",
     _SELF_SIGNED: _FOREIGN,
     _SELF_SIGNED_IN_CHAIN: _FOREIGN,
@@ -65,7 +65,7 @@ def own_findings(credentials: Credentials | None, now: float | None = None) -> l
     if credentials is None:
         return []
     now = time.time() if now is None else now
-    verifier = credentials.context(server=True)
+    verifier = credentials.fresh_context(server=True)
     findings = []
     for ca in verifier.get_ca_certs():
         findings += _dates(
@@ -87,6 +87,15 @@ def own_findings(credentials: Credentials | None, now: float | None = None) -> l
     return [*findings, *_dates(name, certificate, now, "make a new one with `dgr keys`, where the CA's key is")]
 
 
+def peer_finding(address: str, end: float, now: float | None = None) -> Finding | None:
+    """What to say of a stage's certificate that is good today and ends at ``end``, seconds since 1970."""
+    if end - (time.time() if now is None else now) >= SOON_DAYS * _DAY:
+        return None
+    when = time.strftime("%b %e %H:%M:%S %Y GMT", time.gmtime(end))
+    step = "make a new one with `dgr keys`, and put it into the files there: no restart is needed"
+    return Finding(f"the certificate of stage {address} expires on {when}", step, later=True)
+
+
 def _dates(name: str, certificate: Mapping[str, object], now: float, step: str) -> list[Finding]:
     begin, end = (ssl.cert_time_to_seconds(str(certificate[key])) for key in ("notBefore", "notAfter"))
     if now > end:
@@ -95,34 +104,25 @@ def _dates(name: str, certificate: Mapping[str, object], now: float, step: str) 
         return [
             Finding(f"{name} is valid from {certificate['notBefore']} on", "set this host's clock, or wait until it is")
         ]
-    if end - now < _SOON * _DAY:
+    if end - now < SOON_DAYS * _DAY:
         return [Finding(f"{name} expires on {certificate['notAfter']}", step, later=True)]
     return []
 
 
 def _as_peers_see_it(credentials: Credentials, verifier: ssl.SSLContext) -> Mapping[str, object]:
     """Greet ourselves without a network; the certificate, verified. Raises :class:`ssl.SSLError`."""
-    shower = credentials.context(server=False)
+    shower = credentials.fresh_context(server=False)
     shower.check_hostname, shower.verify_mode = False, ssl.CERT_NONE  # the other side is this process
-    there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
-    client = shower.wrap_bio(back, there)
-    server = verifier.wrap_bio(there, back, server_side=True)
-    for side in (client, server, client):
-        try:
-            side.do_handshake()
-        except ssl.SSLWantReadError:
-            continue
-    server.do_handshake()
-    return server.getpeercert() or {}
+    return greet(shower, verifier)
 
 
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
+def causes(error: BaseException | None) -> Iterator[BaseException]:
     """An error and what it came of; trio groups the failures of the addresses that a name has."""
     while error is not None:
         yield error
         if isinstance(error, BaseExceptionGroup):
             for one in error.exceptions:
-                yield from _causes(one)
+                yield from causes(one)
         error = error.__cause__
 
 
@@ -134,15 +134,15 @@ def said_step(error: DgrError, more: Mapping[type[DgrError], str] | None = None)
 
 async def next_step(address: str, error: DgrError, credentials: Credentials | None, *, own_is_bad: bool) -> str:
     """What to do about a link to a stage that failed. ``own_is_bad``: this host's certificate is known not to do."""
-    causes = list(_causes(error))
-    for cause in causes:
+    found = list(causes(error))
+    for cause in found:
         if isinstance(cause, ssl.SSLCertVerificationError) and cause.verify_code in _OF_PEERS:
             return _OF_PEERS[cause.verify_code]
-    if any(isinstance(cause, socket.gaierror) for cause in causes):
+    if any(isinstance(cause, socket.gaierror) for cause in found):
         return "the name is not known on this host: correct it in the route file, or in DNS"
     if not isinstance(error, LinkBroken | DeadlineExceeded):
         return said_step(error)
-    if any(isinstance(cause, ConnectionRefusedError) for cause in causes):
+    if any(isinstance(cause, ConnectionRefusedError) for cause in found):
         return "nothing listens there: start the stage there (dgr stage), and check its address"
     if not await _takes_connections(address):
         return "the host takes no connection: see whether it is up, and check address, routes and firewall"

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import trio
-from attrs import frozen
+from attrs import evolve, frozen
 
 from dgr.client.pipeline import Timeouts, open_pipeline_on
 from dgr.cluster.connect import LinkPolicy, RemoteConnector
-from dgr.cluster.diagnosis import next_step, own_findings, said_step
+from dgr.cluster.diagnosis import next_step, own_findings, peer_finding, said_step
 from dgr.cluster.route_file import RouteFile
 from dgr.core.route import Route, StageRef
 from dgr.core.values import StageIdentity
-from dgr.errors import DeadlineExceeded, DgrError, InvalidRoute, LinkBroken, PeerRefused, WireError
+from dgr.errors import DeadlineExceeded, DgrError, InvalidRoute, LinkBroken, PeerRefused, StageDraining, WireError
 from dgr.protocol.identity import check_alike, check_neighbours
 from dgr.wire import frames
 from dgr.wire.links import Link
@@ -31,6 +31,7 @@ _FILL_STEP = 60_000
 _MEASURE = 60.0
 #: What to do about an error met when every stage was well and the route as a whole was not.
 _ROUTE_STEPS: Mapping[type[DgrError], str] = {
+    StageDraining: "it is being maintained: wait for its restart, or have it take sessions again (dgr drain HOST:PORT --undo)",
     PeerRefused: "each stage must reach the next one at the address in the route file: check firewall, names and"
     " certificates between their hosts",
     LinkBroken: "a stage ended, or ended its link, while the route was being fenced: look at its log",
@@ -58,6 +59,8 @@ class StageReport:
     round_trip: float | None
     #: Client to stage, bytes a second.
     bandwidth: float | None
+    #: When its certificate ends, seconds since 1970; None without one.
+    certificate_expiry: float | None = None
 
 
 @frozen
@@ -96,36 +99,63 @@ async def examine(file: RouteFile, policy: LinkPolicy) -> RouteReport:
             found[ref.address] = Problem(f"stage {ref.address}", str(error), step)
             reports[ref.address] = StageReport(ref.address, str(ref.layers), None, None, None)
         else:
-            reports[ref.address] = StageReport(ref.address, str(ref.layers), identity, round_trip, bandwidth)
+            reports[ref.address] = StageReport(
+                ref.address, str(ref.layers), identity, round_trip, bandwidth, connect.expiries.get(ref.address)
+            )
 
     async with open_nursery() as nursery:
-        for ref in file.route.stages:
+        for ref in file.stages:
             nursery.start_soon(visit, ref)
-    ordered = tuple(reports[ref.address] for ref in file.route.stages)
+    ordered = tuple(reports[ref.address] for ref in file.stages)
+    for address, problem in _unlike(ordered):
+        found.setdefault(address, problem)
     problems = [problem for later, problem in own if not later]
-    problems += [found[ref.address] for ref in file.route.stages if ref.address in found]
-    problems += _compare(ordered)
+    warnings = [problem for later, problem in own if later]
+    stages: list[StageRef] = []
+    for first in file.route.stages:
+        candidates = [ref for ref in file.stages if ref.layers == first.layers]
+        well = next((ref for ref in candidates if ref.address not in found), None)
+        stages += [] if well is None else [well]
+        bad = [found[ref.address] for ref in candidates if ref.address in found]
+        if well is None:
+            problems += bad
+        else:
+            warnings += [
+                evolve(one, what=f"{one.what} ({well.address} owns layers {well.layers} too, and is well)")
+                for one in bad
+            ]
+    if len(stages) == len(file.route.stages):
+        problems += _strangers([reports[ref.address] for ref in stages])
     fence_seconds = None
     if not problems:
         try:
-            fence_seconds = await _fence(connect, file.route)
+            fence_seconds = await _fence(connect, Route(tuple(stages)))
         except DgrError as error:
             problems.append(Problem("the route as a whole", str(error), said_step(error, _ROUTE_STEPS)))
-    warnings = tuple(problem for later, problem in own if later)
-    return RouteReport(ordered, tuple(problems), fence_seconds, warnings)
+    for address, expiry in connect.expiries.items():
+        if (finding := peer_finding(address, expiry)) is not None:
+            warnings.append(Problem(f"stage {address}", finding.what, finding.next_step))
+    return RouteReport(ordered, tuple(problems), fence_seconds, tuple(warnings))
 
 
-def _compare(reports: tuple[StageReport, ...]) -> list[Problem]:
-    problems = []
+def _unlike(reports: Sequence[StageReport]) -> Iterator[tuple[str, Problem]]:
+    """Stages that differ from the first one in what all of a route share."""
+    known = [(report.address, report.identity) for report in reports if report.identity is not None]
+    for address, identity in known[1:]:
+        try:
+            check_alike(f"it (unlike stage {known[0][0]})", identity, known[0][1])
+        except InvalidRoute as error:
+            yield address, Problem(f"stage {address}", str(error), said_step(error))
+
+
+def _strangers(reports: Sequence[StageReport]) -> Iterator[Problem]:
+    """Stages that do not fit behind the one before them."""
     known = [(report.address, report.identity) for report in reports if report.identity is not None]
     for (_, before), (address, after) in itertools.pairwise(known):
         try:
-            check_alike(f"it (unlike stage {known[0][0]})", after, known[0][1])
-            if len(known) == len(reports):
-                check_neighbours(before, after)
+            check_neighbours(before, after)
         except InvalidRoute as error:
-            problems.append(Problem(f"stage {address}", str(error), said_step(error)))
-    return problems
+            yield Problem(f"stage {address}", str(error), said_step(error))
 
 
 async def _measure(link: Link) -> tuple[float, float]:
@@ -145,7 +175,7 @@ async def _ping(link: Link, nonce: int) -> float:
     began = trio.current_time()
     link.send_nowait(frames.Ping(nonce))
     async for received in link:
-        if received.frame == frames.Pong(nonce):
+        if isinstance(received.frame, frames.Pong) and received.frame.nonce == nonce:
             return trio.current_time() - began
         raise WireError(f"{type(received.frame).__name__} came instead of Pong")
     raise LinkBroken("the stage closed the link while it was being measured")

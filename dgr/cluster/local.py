@@ -14,11 +14,13 @@ from dgr.artifact.artifact import Artifact
 from dgr.client.pace import CHUNK_SECONDS
 from dgr.client.pipeline import Pipeline, Timeouts, open_pipeline_on
 from dgr.core.arguments import check_callable, check_flag, check_instance, check_whole, number, optional, whole
+from dgr.core.load import Side
 from dgr.core.mtp import refuse_value
 from dgr.core.route import LayerRange, Route, StageRef, parse_split
 from dgr.core.values import ContextParams, StageIdentity
 from dgr.engine.base import ShardEngine
 from dgr.engine.budget import check_budget, parse_budget
+from dgr.engine.devices import ALL_DEVICES, Placement
 from dgr.engine.llama import MOST_THREADS, LlamaEngine, estimate_memory
 from dgr.engine.vocab import LlamaVocabulary
 from dgr.errors import DgrError, InputError, LinkBroken
@@ -125,7 +127,7 @@ class LocalCluster:
     async def _join(
         self, before: Shard, after: Shard, *, task_status: trio.TaskStatus[Link] = trio.TASK_STATUS_IGNORED
     ) -> None:
-        limits = limits_of(after.description)
+        limits = limits_of(after.description).unbroken()
         near, far = memory_transports()
         async with (
             open_link(far, limits, name=f"{after.name}<-{before.name}", granted=limits.under_way) as arriving,
@@ -135,7 +137,11 @@ class LocalCluster:
             self._boundaries[before, after] = leaving
             task_status.started(leaving)
             try:
-                await before.watch_successor(leaving)
+                with (
+                    after.traffic.counting(Side.PREVIOUS, before.name, arriving),
+                    before.traffic.counting(Side.NEXT, after.name, leaving),
+                ):
+                    await before.watch_successor(leaving)
             finally:
                 del self._boundaries[before, after]
 
@@ -149,14 +155,15 @@ class LocalCluster:
     async def connect(self, address: str) -> AsyncIterator[tuple[Link, StageIdentity]]:
         """A control link to a shard; the :class:`~dgr.client.pipeline.Connector` of this process."""
         shard = self._get(address)
-        limits = limits_of(shard.description)
+        limits = limits_of(shard.description).unbroken()
         near, far = memory_transports()
         async with (
             open_link(far, limits, name=f"{address}<-pipeline") as arriving,
             open_link(near, limits, name=f"pipeline->{address}") as leaving,
         ):
             shard.start_soon(shard.serve_control, arriving)
-            yield leaving, shard.description
+            with shard.traffic.counting(Side.PIPELINE, "", arriving):
+                yield leaving, shard.description
 
 
 @asynccontextmanager
@@ -176,13 +183,16 @@ async def load_engines(
     *,
     threads: int = 1,
     mmap: bool = False,
+    mlock: bool = False,
+    placement: Placement = ALL_DEVICES,
 ) -> list[LlamaEngine]:
     """Load one engine per range, side by side; when one fails, none stays behind.
 
-    ``model``: what all of them load, or one artifact (a slice, say) per range.
+    ``model``: what all of them load, or one artifact (a slice, say) per range. ``placement``: of each of them.
     """
     check_whole("threads", threads, 1, MOST_THREADS)
     check_flag("mmap", mmap)
+    check_flag("mlock", mlock)
     if isinstance(model, str | Path):
         model = await trio.to_thread.run_sync(Artifact.open, model)
     artifacts = [model] * len(ranges) if isinstance(model, Artifact) else list(model)
@@ -192,7 +202,9 @@ async def load_engines(
     async def load(index: int, layers: LayerRange) -> None:
         try:
             engines[index] = await trio.to_thread.run_sync(
-                lambda: LlamaEngine(artifacts[index], layers, context, threads=threads, mmap=mmap)
+                lambda: LlamaEngine(
+                    artifacts[index], layers, context, threads=threads, mmap=mmap, mlock=mlock, placement=placement
+                )
             )
         except DgrError as error:
             failures.append(error)  # the others usually fail for the same reason: one is enough to report
@@ -229,9 +241,11 @@ def _ranges(split: object) -> tuple[LayerRange, ...]:
     return ranges
 
 
-def _check_fits(artifacts: Sequence[Artifact], route: Route, context: ContextParams, budget: int) -> None:
+def _check_fits(
+    artifacts: Sequence[Artifact], route: Route, context: ContextParams, placement: Placement, budget: int
+) -> None:
     reports = {
-        f"{ref.address} ({ref.layers})": estimate_memory(artifact, ref.layers, context)
+        f"{ref.address} ({ref.layers})": estimate_memory(artifact, ref.layers, context, placement)
         for artifact, ref in zip(artifacts, route.stages, strict=True)
     }
     check_budget(reports, context.n_seq_max, budget)
@@ -245,7 +259,9 @@ async def open_pipeline(
     context: ContextParams | None = None,
     threads: int = 1,
     mmap: bool = False,
+    mlock: bool = False,
     memory_budget: int | str | None = None,
+    placement: Placement = ALL_DEVICES,
     policy: ShardPolicy | None = None,
     chunk: int | None = None,
     chunk_seconds: float = CHUNK_SECONDS,
@@ -260,8 +276,10 @@ async def open_pipeline(
     ``model``: a GGUF (the first, if in parts), or a slice per stage, head first. ``split``: ``"0:15,15:29,29:43"`` or layer
     ranges; by default the whole model, or the layers of each slice. ``context``: tokens, batches, sequence slots and
     numerics of every stage (default: :class:`~dgr.core.values.ContextParams`). ``threads``: compute threads of each stage;
-    all together should not exceed the cores. ``mmap``: map the weights instead of reading them. ``memory_budget``: bytes,
-    ``"24GiB"`` or ``"50%"`` of the machine for weights, state and compute buffers of all stages together. ``policy``: how
+    all together should not exceed the cores. ``mmap``: map the weights instead of reading them; ``mlock``: lock them in
+    memory. ``memory_budget``: bytes, ``"24GiB"`` or ``"50%"`` of the machine for weights, state and compute buffers of all
+    stages together, as far as they lie in the host's memory. ``placement``: the devices of each stage, and how many of its
+    layers they hold. ``policy``: how
     stages treat their sessions. ``chunk``, ``chunk_seconds``, ``window``, ``retries``, ``timeouts``: as in
     :func:`~dgr.client.pipeline.open_pipeline_on`. ``on_shard`` is called with every shard as it starts, to watch it.
     ``mtp`` is reserved: None.
@@ -278,6 +296,7 @@ async def open_pipeline(
     policy = ShardPolicy() if policy is None else policy
     check_instance("context", context, ContextParams)
     check_instance("policy", policy, ShardPolicy)
+    check_instance("placement", placement, Placement)
     if on_shard is not None:
         check_callable("on_shard", on_shard)
     models = _models(model)
@@ -298,9 +317,11 @@ async def open_pipeline(
     if memory_budget is not None:
         if not isinstance(memory_budget, str):
             check_whole("memory_budget", memory_budget, 1)
-        await trio.to_thread.run_sync(_check_fits, artifacts, route, context, parse_budget(memory_budget))
+        await trio.to_thread.run_sync(_check_fits, artifacts, route, context, placement, parse_budget(memory_budget))
     with ExitStack() as loaded:
-        engines = await load_engines(artifacts, ranges, context, threads=threads, mmap=mmap)
+        engines = await load_engines(
+            artifacts, ranges, context, threads=threads, mmap=mmap, mlock=mlock, placement=placement
+        )
         for engine in engines:
             loaded.callback(engine.stop)  # a shard stops its engine; not every engine may come to have one
         vocabulary = loaded.enter_context(LlamaVocabulary(artifacts[0]))

@@ -15,6 +15,7 @@ from attrs import field, frozen
 from dgr.core.files.inputs import read_whole
 from dgr.core.mtp import refuse_names
 from dgr.core.route import LayerRange, Route, StageRef
+from dgr.engine.devices import Placement
 from dgr.errors import InputError, InvalidLayerRange, InvalidRoute
 from dgr.text import utf8
 from dgr.wire.tcp import parse_address
@@ -23,7 +24,9 @@ __all__ = ["RouteFile", "format_route_file", "read_route_file"]
 
 _CONTEXT = {
     "n_ctx": int, "n_batch": int, "n_ubatch": int, "n_seq_max": int, "type_k": str, "flash_attn": bool, "numerics": str,
+    "wire": str,
 }  # fmt: skip
+_STAGE = {"address": str, "layers": str, "model": str, "metrics": str, "device": str, "gpu_layers": int}
 #: A thousand times what a long route takes; a file of this size is something else, or a device without end.
 _MOST_BYTES = 1 << 20
 _TLS = ("ca", "certificate", "key")
@@ -36,7 +39,8 @@ class RouteFile:
         artifact = "b5c9..."          # optional: identity of the model, from dgr inspect
         model = "model.gguf"          # optional: file for the vocabulary, and for dgr up
 
-        [context]                     # optional: any of n_ctx, n_batch, n_ubatch, n_seq_max, type_k, flash_attn, numerics
+        [context]                     # optional: any of n_ctx, n_batch, n_ubatch, n_seq_max, type_k, flash_attn, numerics,
+                                      # wire
         n_ctx = 8192
 
         [tls]                         # optional on loopback: credentials of this host
@@ -44,11 +48,13 @@ class RouteFile:
         certificate = "keys/client.pem"
         key = "keys/client.key"
 
-        [[stage]]                     # head first
+        [[stage]]                     # head first; another one of the same layers is a spare of the first
         address = "10.0.0.1:7701"
         layers = "0:22"
         model = "slice-0-22.gguf"     # optional, for dgr up: the file of this stage, where it is not the model above
         metrics = "10.0.0.1:9701"     # optional, for dgr up: where this stage answers /metrics, /health and /ready
+        device = "CUDA0,CUDA1"        # optional, for dgr up: the devices of this stage, as --device names them
+        gpu_layers = 20               # optional, for dgr up: so many of its layers lie on them
 
     Relative paths are relative to the file.
     """
@@ -64,6 +70,17 @@ class RouteFile:
     stage_models: Mapping[str, Path] = field(factory=dict)
     #: Addresses of the stages' metrics, by the stage's address.
     stage_metrics: Mapping[str, str] = field(factory=dict)
+    #: Devices of the stages that name some, by the stage's address.
+    stage_devices: Mapping[str, Placement] = field(factory=dict)
+    #: Stages that own the same layers as one of the route, which was named before: they take over when that one is lost.
+    spares: tuple[StageRef, ...] = ()
+
+    @property
+    def stages(self) -> tuple[StageRef, ...]:
+        """All of them: those of the route, each followed by its spares."""
+        return tuple(
+            ref for one in self.route.stages for ref in (one, *(two for two in self.spares if two.layers == one.layers))
+        )
 
 
 def read_route_file(path: str | Path) -> RouteFile:
@@ -74,14 +91,16 @@ def read_route_file(path: str | Path) -> RouteFile:
     stages = data.get("stage", [])
     if not stages:
         raise InvalidRoute(f"{path} names no [[stage]]; give every stage an address and layers, head first")
-    refs = []
+    refs: list[StageRef] = []
+    spares: list[StageRef] = []
     stage_models: dict[str, Path] = {}
     stage_metrics: dict[str, str] = {}
+    stage_devices: dict[str, Placement] = {}
     for index, stage in enumerate(stages):
         where = f"{path}: [[stage]] {index}"
         if not isinstance(stage, dict):
             raise InvalidRoute(f"{where} must be a table with address and layers")
-        _only(stage, {"address": str, "layers": str, "model": str, "metrics": str}, where)
+        _only(stage, _STAGE, where)
         for key in ("address", "layers"):
             if key not in stage:
                 raise InvalidRoute(f"{where} has no {key!r}")
@@ -89,11 +108,19 @@ def read_route_file(path: str | Path) -> RouteFile:
             layers = LayerRange.parse(stage["layers"])
         except InvalidLayerRange as error:
             raise InvalidRoute(f"{where}: {error}") from error
-        refs.append(StageRef(stage["address"], layers))
+        if any(ref.address == stage["address"] for ref in (*refs, *spares)):
+            raise InvalidRoute(f"{where}: address {stage['address']!r} is named twice; a stage has one place")
+        among = spares if any(ref.layers == layers for ref in refs) else refs
+        among.append(StageRef(stage["address"], layers))
         if "model" in stage:
             stage_models[stage["address"]] = path.parent / stage["model"]
         if "metrics" in stage:
             stage_metrics[stage["address"]] = _metrics_address(stage["metrics"], where)
+        if "device" in stage or "gpu_layers" in stage:
+            try:
+                stage_devices[stage["address"]] = Placement.parse(stage.get("device"), stage.get("gpu_layers"))
+            except InputError as error:
+                raise InvalidRoute(f"{where}: {error}") from error
     context = data.get("context", {})
     _only(context, _CONTEXT, f"{path}: [context]")
     tls = data.get("tls")
@@ -112,6 +139,8 @@ def read_route_file(path: str | Path) -> RouteFile:
         tls=None if tls is None else (base / tls["ca"], base / tls["certificate"], base / tls["key"]),
         stage_models=stage_models,
         stage_metrics=stage_metrics,
+        stage_devices=stage_devices,
+        spares=tuple(spares),
     )
 
 
@@ -161,12 +190,15 @@ def format_route_file(file: RouteFile) -> str:
     if file.tls is not None:
         lines += ["", "[tls]"]
         lines += [f"{key} = {relative(path)}" for key, path in zip(_TLS, file.tls, strict=True)]
-    for ref in file.route.stages:
+    for ref in file.stages:
         lines += ["", "[[stage]]", f"address = {_quoted(ref.address)}", f"layers = {_quoted(str(ref.layers))}"]
         if ref.address in file.stage_models:
             lines.append(f"model = {relative(file.stage_models[ref.address])}")
         if ref.address in file.stage_metrics:
             lines.append(f"metrics = {_quoted(file.stage_metrics[ref.address])}")
+        if (placed := file.stage_devices.get(ref.address)) is not None:
+            lines += [] if placed.devices is None else [f"device = {_quoted(','.join(placed.devices))}"]
+            lines += [] if placed.gpu_layers is None else [f"gpu_layers = {placed.gpu_layers}"]
     return "\n".join(lines).lstrip("\n") + "\n"
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
@@ -12,8 +11,8 @@ import trio
 from attrs import frozen
 
 from dgr.cluster.connect import LinkPolicy, arriving_limits, first_frame, open_greeted
-from dgr.cluster.traffic import Side, Traffic
 from dgr.cluster.visitors import VisitorLog, says_something
+from dgr.core.load import Side
 from dgr.errors import DgrError, FrameError, InputError, InvalidRoute, Overloaded
 from dgr.protocol.identity import check_alike, check_neighbours, check_wants
 from dgr.protocol.limits import limits_of
@@ -61,7 +60,6 @@ class StageServer:
         self._next: dict[tuple[str, str], Link] = {}
         self._dialing: dict[tuple[str, str], trio.Lock] = {}
         self._visitors = VisitorLog()
-        self._traffic = Traffic()
         self._links = self._handshaking = self._accepted = self._refused = 0
 
     @property
@@ -71,7 +69,7 @@ class StageServer:
 
     def statistics(self) -> ServerStatistics:
         leaving = {pair: link.statistics() for pair, link in self._next.items()}
-        traffic = self._traffic.statistics()
+        traffic = {} if self._shard is None else self._shard.traffic.statistics()
         return ServerStatistics(self._links, self._handshaking, self._accepted, self._refused, leaving, traffic)
 
     # --- towards the next stage ---
@@ -111,14 +109,14 @@ class StageServer:
         ours = self._served.description
         started = False
         try:
-            async with open_greeted(successor, self._policy, Hello(Role.STAGE, own, ours)) as (link, welcome):
+            async with open_greeted(successor, self._policy, Hello(Role.STAGE, own, ours)) as (link, welcome, _):
                 check_alike(f"stage {successor}", welcome.identity, ours)
                 check_neighbours(ours, welcome.identity)
                 self._next[own, successor] = link
                 started = True
                 task_status.started(link)
                 try:
-                    with self._traffic.counting(Side.NEXT, successor, link):
+                    with self._served.traffic.counting(Side.NEXT, successor, link):
                         await self._served.watch_successor(link)
                 finally:
                     if self._next.get((own, successor)) is link:
@@ -138,7 +136,6 @@ class StageServer:
         self,
         shard: Shard,
         listeners: list[trio.SocketListener],
-        context: ssl.SSLContext | None,
         *,
         task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
     ) -> None:
@@ -146,9 +143,9 @@ class StageServer:
         self._shard = shard
         async with open_nursery() as self._nursery:
             task_status.started()
-            await trio.serve_listeners(partial(self._take, context), listeners)
+            await trio.serve_listeners(self._take, listeners)
 
-    async def _take(self, context: ssl.SSLContext | None, stream: trio.SocketStream) -> None:
+    async def _take(self, stream: trio.SocketStream) -> None:
         who = _where_from(stream)
         if self._handshaking >= self._policy.max_links:
             self._refused += 1
@@ -163,6 +160,8 @@ class StageServer:
             if not await says_something(stream, self._policy.handshake):
                 _log.debug("%s: it left without a word, as health probes do", who)
                 return
+            credentials = self._policy.credentials
+            context = None if credentials is None else credentials.context(server=True)
             transport = await accept_tls(stream, context, self._policy.handshake)
             async with self._greet(transport) as (link, serve):
                 greeted = True
@@ -207,7 +206,7 @@ class StageServer:
             link.apply_limits(limits, None, limits.under_way, incoming=arriving_limits(limits, hello.role))
             is_pipeline = hello.role is Role.PIPELINE
             side, peer = (Side.PIPELINE, "") if is_pipeline else (Side.PREVIOUS, hello.name)
-            with self._traffic.counting(side, peer, link):
+            with self._served.traffic.counting(side, peer, link):
                 yield link, serve
 
     def _admit(self, hello: frames.Frame, transport: Transport) -> Callable[[Link], Awaitable[None]]:

@@ -7,7 +7,8 @@ import logging
 import os
 import stat
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
@@ -21,6 +22,11 @@ _log = logging.getLogger(__name__)
 
 #: A folder that cannot be: nothing is found in it and nothing kept.
 _NOWHERE = Path(os.devnull) / "dgr"
+
+#: Bytes of a note on how far a work is.
+_NOTE = 48
+#: Seconds between two looks at a lock that somebody else holds.
+_POLL = 0.1
 
 
 def cache_dir() -> Path:
@@ -72,30 +78,62 @@ def keep(path: Path, content: bytes) -> str | None:
 
 
 @contextmanager
-def one_at_a_time(path: Path, what: str) -> Iterator[None]:
+def one_at_a_time(
+    path: Path, what: str, watch: Callable[[bytes], None] | None = None
+) -> Iterator[Callable[[bytes], None]]:
     """Let one process at a time do ``what``, by a lock on the file ``path``.
 
-    Where there are no locks, as on some network file systems, processes may do the same work beside each other.
+    The block gets a function that leaves a short note of how far it is, padded to one length; ``watch`` is called with the
+    notes of whoever is waited for. Where there are no locks, as on some network file systems, processes may do the same work
+    beside each other.
     """
     lock = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        lock = path.open("wb")
-        _lock(lock.fileno(), what)
+        lock = _lock(path, what, watch)
     except OSError as failed:
         _log.info("no lock for %s (%s): other processes may do the same at once", what, failed.strerror or failed)
-    try:
-        yield
-    finally:
+
+    def note(text: bytes) -> None:
         if lock is not None:
             with suppress(OSError):
-                path.unlink(missing_ok=True)
-            lock.close()
+                os.pwrite(lock, text.ljust(_NOTE)[:_NOTE], 0)
 
-
-def _lock(descriptor: int, what: str) -> None:
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield note
+    finally:
+        held, lock = lock, None  # a note that comes late must not go into whatever gets the same number
+        if held is not None:
+            with suppress(OSError):
+                path.unlink(missing_ok=True)
+            os.close(held)
+
+
+def _lock(path: Path, what: str, watch: Callable[[bytes], None] | None) -> int:
+    """A descriptor of the file, locked. Whoever held it before has removed it: then it is another file."""
+    told = False
+    while True:
+        lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            while not _try_lock(lock):
+                if not told:
+                    _log.info("another process does %s; waiting for it", what)
+                    told = True
+                time.sleep(_POLL)
+                if watch is not None:
+                    watch(os.pread(lock, _NOTE, 0).strip())
+            with suppress(FileNotFoundError):
+                if os.fstat(lock).st_ino == path.stat().st_ino:
+                    return lock
+        except BaseException:
+            os.close(lock)
+            raise
+        os.close(lock)
+
+
+def _try_lock(lock: int) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        _log.info("another process does %s; waiting for it", what)
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        return False
+    return True

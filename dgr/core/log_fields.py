@@ -10,7 +10,7 @@ from collections.abc import Mapping
 __all__ = ["LOG_FIELDS", "log_fields", "short_route"]
 
 #: Every field there is, in the order in which they are shown.
-LOG_FIELDS = ("route", "epoch", "session")
+LOG_FIELDS = ("route", "epoch", "session", "trace")
 
 _ROUTE_DIGITS = 8
 

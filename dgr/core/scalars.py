@@ -16,9 +16,11 @@ __all__ = [
     "Finite",
     "Name",
     "RouteId",
+    "Seconds",
     "Text",
     "TokenId",
     "TokenIds",
+    "TraceId",
 ]
 
 #: Largest finite float32: the sampler computes in that type. NaN and the infinities are outside the range.
@@ -30,6 +32,10 @@ TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Finite = Annotated[float, Meta(ge=-_FLOAT_MAX, le=_FLOAT_MAX)]
 Digest = Annotated[bytes, Meta(min_length=16, max_length=16)]
 RouteId = Annotated[bytes, Meta(min_length=16, max_length=16)]
+#: The trace-id of W3C's trace context.
+TraceId = Annotated[bytes, Meta(min_length=16, max_length=16)]
+#: Of a clock, or between two readings of one: not negative, and neither NaN nor an infinity.
+Seconds = Annotated[float, Meta(ge=0, le=1e15)]
 Text = Annotated[str, Meta(max_length=4096)]
 Address = Annotated[str, Meta(max_length=256)]
 Name = Annotated[str, Meta(max_length=128)]

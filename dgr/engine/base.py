@@ -7,14 +7,14 @@ this module is specific to one architecture.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
-from attrs import frozen
+from attrs import field, frozen
 
 from dgr.core.values import LogitsWanted, SamplingParams, StageIdentity, StateSummary, TopLogprob
 
-__all__ = ["FORK", "MemoryReport", "Output", "ShardEngine", "Work"]
+__all__ = ["FORK", "DeviceMemory", "MemoryReport", "Output", "ShardEngine", "Work", "WorksInPieces"]
 
 #: The capability of copying a slot: :meth:`ShardEngine.fork`.
 FORK = "fork"
@@ -25,7 +25,7 @@ class Work:
     """One run of consecutive tokens of one sequence.
 
     ``tokens`` are the ids of positions ``position .. position + len(tokens) - 1``. ``residual`` holds
-    ``len(tokens) * width_in`` little-endian float32 (absent on a head).
+    ``len(tokens)`` rows of ``width_in`` values, little-endian float32 or as the context's ``wire`` says (absent on a head).
     """
 
     slot: int
@@ -39,30 +39,51 @@ class Work:
 class Output:
     """The result of one :class:`Work` item.
 
-    ``residual``: ``len(tokens) * width_out`` little-endian float32, absent on a tail.
+    ``residual``: ``len(tokens)`` rows of ``width_out`` values, like those that come in; absent on a tail.
     ``logits``: ``rows * n_vocab`` little-endian float32 for the rows that were wanted, absent elsewhere.
     ``finite`` is False when any value of the item's output is NaN or Inf: the sequence is then poisoned and must be
-    closed by the caller.
+    closed by the caller. So it is when ``too_great``: a residual holds a value that the wire type does not carry.
     """
 
     slot: int
     residual: memoryview | bytes | None = None
     logits: memoryview | bytes | None = None
     finite: bool = True
+    too_great: bool = False
+
+
+@frozen
+class DeviceMemory:
+    """Bytes of a stage that lie in the memory of one device."""
+
+    weights: int
+    compute: int
+    state: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.compute + self.state
 
 
 @frozen
 class MemoryReport:
-    """Bytes a stage has allocated natively."""
+    """Bytes a stage has allocated natively, wherever they lie."""
 
     weights: int
     compute: int
     #: Component name -> bytes over all sequence slots.
     state: Mapping[str, int]
+    #: What of it lies in memory of the devices' own, by their names; all else is the host's.
+    devices: Mapping[str, DeviceMemory] = field(factory=dict)
 
     @property
     def total(self) -> int:
         return self.weights + self.compute + sum(self.state.values())
+
+    @property
+    def host(self) -> int:
+        """Bytes in the host's memory."""
+        return self.total - sum(device.total for device in self.devices.values())
 
 
 @runtime_checkable
@@ -133,4 +154,23 @@ class ShardEngine(Protocol):
 
     def stop(self) -> None:
         """Release everything; idempotent. No call may be in progress."""
+        ...
+
+
+@runtime_checkable
+class WorksInPieces(Protocol):
+    """What an engine may have beside :class:`ShardEngine` whose slots are large, so that no other session waits for long.
+
+    Each piece takes some milliseconds and is a call of the engine, by its one owner; other slots may run in between.
+    """
+
+    def state_pieces(self, slot: int) -> Generator[StateSummary | None, None, None]:
+        """:meth:`ShardEngine.state_summary`, which comes last; None before.
+
+        It is of one moment: raises :class:`~dgr.errors.InputError` when the slot itself does not stand still.
+        """
+        ...
+
+    def close_pieces(self, slot: int) -> Generator[None, None, None]:
+        """:meth:`ShardEngine.close`; before the end the slot takes no work."""
         ...

@@ -42,12 +42,17 @@ def _exact(n_bytes: int) -> str:
     return f"{n_bytes} B ({human_bytes(n_bytes)})"
 
 
+def _of_the_host(reports: Mapping[str, MemoryReport]) -> str:
+    return " of the host's memory" if any(report.devices for report in reports.values()) else ""
+
+
 def check_budget(reports: Mapping[str, MemoryReport], n_slots: int, budget: int | None) -> None:
     """Refuse stages whose weights, state and compute buffers together exceed ``budget`` bytes, showing the arithmetic.
 
-    ``reports``: what each stage takes, by name. ``n_slots``: sequence slots of each.
+    ``reports``: what each stage takes, by name. ``n_slots``: sequence slots of each. The budget is of the host's memory:
+    what lies in a device's own is not counted.
     """
-    total = sum(report.total for report in reports.values())
+    total = sum(report.host for report in reports.values())
     if budget is None or total <= budget:
         return
     lines = []
@@ -56,8 +61,10 @@ def check_budget(reports: Mapping[str, MemoryReport], n_slots: int, budget: int 
         lines.append(
             f"{name}: weights {_exact(report.weights)} + state {n_slots} sessions x {_exact(per_slot)}"
             f" + compute {_exact(report.compute)} = {_exact(report.total)}"
+            + "".join(f", of which {_exact(device.total)} on {where}" for where, device in report.devices.items())
         )
     raise BudgetExceeded(
-        "; ".join(lines) + f"; in all {_exact(total)}, over the budget of {_exact(budget)} by {_exact(total - budget)}:"
+        "; ".join(lines)
+        + f"; in all {_exact(total)}{_of_the_host(reports)}, over the budget of {_exact(budget)} by {_exact(total - budget)}:"
         " lower n_ctx or n_seq_max, own fewer layers, or raise the budget"
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -12,24 +12,25 @@ from typing import Any
 from msgspec.structs import replace
 
 from dgr.artifact.artifact import Artifact
-from dgr.core.arguments import check_flag, check_instance, check_whole
+from dgr.core.buffers import new_buffer
 from dgr.core.mtp import CAPABILITY, RESERVED, refuse_value
 from dgr.core.route import LayerRange
 from dgr.core.values import (
     ComponentSummary,
     ContextParams,
     LogitsWanted,
-    Numerics,
     SamplingParams,
     StageIdentity,
     StateSummary,
     TopLogprob,
+    Wire,
 )
 from dgr.engine.address_space import has_address_limit
 from dgr.engine.base import FORK, MemoryReport, Output, Work
-from dgr.engine.files import open_stage
+from dgr.engine.devices import ALL_DEVICES, Placement
 from dgr.engine.native import Native, NativeHandle, default_native, kernel_fingerprint, runtime_version
 from dgr.engine.numerics import check_exact_types
+from dgr.engine.opening import MOST_THREADS, estimate_memory, given, memory_of, open_native, read_info, text_of
 from dgr.errors import EngineError, InputError
 from dgr.v4.hyper_parameters import ARCHITECTURE
 from dgr.v4.state_map import Component
@@ -39,11 +40,15 @@ __all__ = ["ADAPTER", "MOST_THREADS", "LlamaEngine", "draw_seed", "estimate_memo
 #: Name and version of this adapter; grows when its behaviour towards other stages changes.
 ADAPTER = "llama-v4/1"
 
-#: More compute threads than any machine has cores: what is above is a mistake.
-MOST_THREADS = 2**15
+#: Bytes of state read or cleared in one piece: some milliseconds, as a step of decoding takes.
+_PIECE = 32 << 20
+#: Times that a state is read which changes meanwhile.
+_READINGS = 3
 
-#: ggml_type of the K cache types the shim knows.
-_TYPE_K = {"f32": 0, "f16": 1, "q8_0": 8}
+#: ggml_type of residuals.
+_WIRE = {Wire.F32: 0, Wire.F16: 1, Wire.Q8: 8, Wire.BF16: 30}
+#: Verdict on a row that its wire type cannot carry.
+_TOO_GREAT = 2
 
 
 def draw_seed(seed: int, position: int, choice: int) -> int:
@@ -69,72 +74,20 @@ def _seen_by_penalties(history: Sequence[int], params: SamplingParams) -> array[
         raise InputError(f"token id {wrong} of the history does not fit 32 bits") from None
 
 
-def _open(
-    native: Native,
-    artifact: Artifact,
-    layers: LayerRange,
-    context: ContextParams,
-    options: dict[str, int | bool],
-    needs: int = 0,
-) -> Any:
-    """A native stage handle; it must be closed. ``needs``: bytes of its weights, state and buffers, where they are known."""
-    if context.type_k not in _TYPE_K:
-        raise InputError(f"K-cache type {context.type_k!r} is not known; choose one of {', '.join(_TYPE_K)}")
-    params = native.ffi.new("dgr_stage_params *", native.lib.dgr_stage_params_default())
-    params.layer_begin, params.layer_end = layers.begin, layers.end
-    for name in ("n_ctx", "n_batch", "n_ubatch", "n_seq_max"):
-        setattr(params, name, getattr(context, name))
-    threads = options.get("threads", 1)
-    check_whole("threads", threads, 1, MOST_THREADS)
-    for name in ("mmap", "check_tensors", "dry_run"):
-        check_flag(name, options.get(name, False))
-    params.n_threads = threads
-    params.type_k = _TYPE_K[context.type_k]
-    params.flash_attn = context.flash_attn
-    params.exact = context.numerics is Numerics.EXACT
-    params.use_mmap = options.get("mmap", False)
-    params.check_tensors = options.get("check_tensors", False)
-    params.dry_run = options.get("dry_run", False)
-    return open_stage(native, artifact, layers, params, needs)
-
-
-def _given(
-    artifact: Artifact, layers: LayerRange | None, context: ContextParams | None
-) -> tuple[ContextParams, LayerRange]:
-    """The context and the layers of a stage: what was asked for, or the defaults."""
-    context = ContextParams() if context is None else context
-    layers = artifact.layers if layers is None else layers
-    check_instance("context", context, ContextParams)
-    check_instance("layers", layers, LayerRange)
-    return context, layers
-
-
-def _read_info(native: Native, stage: Any) -> Any:
-    info = native.ffi.new("dgr_stage_info *")
-    native.check(native.lib.dgr_stage_info_get(stage, info), "stage info")
-    return info
-
-
-def _memory_of(info: Any) -> MemoryReport:
-    return MemoryReport(
-        weights=int(info.weight_bytes),
-        compute=int(info.compute_bytes) + int(info.output_bytes),
-        state={component.value: int(info.state_bytes[i]) for i, component in enumerate(Component)},
+def _summary_of(found: Any) -> StateSummary:
+    components = tuple(
+        ComponentSummary(
+            name=component.value,
+            n_layers=part.n_layers,
+            capacity=part.capacity,
+            rows_min=part.rows_min,
+            rows_max=part.rows_max,
+            digest=bytes(part.digest).hex(),
+        )
+        for component, part in zip(Component, found.components, strict=True)
+        if part.n_layers
     )
-
-
-def estimate_memory(
-    model: str | Path | Artifact, layers: LayerRange | None = None, context: ContextParams | None = None
-) -> MemoryReport:
-    """What a stage would allocate, to the byte as the native allocator counts it, with nothing allocated."""
-    artifact = model if isinstance(model, Artifact) else Artifact.open(model)
-    context, layers = _given(artifact, layers, context)
-    native = default_native()
-    stage = _open(native, artifact, layers, context, {"dry_run": True})
-    try:
-        return _memory_of(_read_info(native, stage))
-    finally:
-        native.lib.dgr_stage_close(stage)
+    return StateSummary(int(found.position), components)
 
 
 class LlamaEngine(NativeHandle):
@@ -154,46 +107,52 @@ class LlamaEngine(NativeHandle):
         *,
         threads: int = 1,
         mmap: bool = False,
+        mlock: bool = False,
         check_tensors: bool = False,
+        placement: Placement = ALL_DEVICES,
         native: Native | None = None,
         certified_only: bool = True,
         mtp: None = None,
     ) -> None:
         """Load the layers' tensors (all that the artifact holds by default) and allocate their state.
 
-        ``threads``: compute threads; more than the free cores is hundreds of times slower (ggml spins).
-        ``certified_only``: with exact numerics, refuse types that the invariance suite has not passed here; only the
-        suite itself turns this off. ``mtp`` is reserved: None. Raises :class:`~dgr.errors.ArtifactError` for weights that
-        are missing, misshapen or of another model, :class:`~dgr.errors.NumericsRefused` for types that are not known to be
-        exact here, :class:`~dgr.errors.BudgetExceeded` where the process has no room for it,
-        :class:`~dgr.errors.MtpNotExecutable`, :class:`~dgr.errors.InputError` for any other value, and
-        :class:`~dgr.errors.EngineError` when native code failed.
+        ``threads``: compute threads; more than the free cores is hundreds of times slower (ggml spins). ``mmap``: map the
+        file, and fetch the layers' tensors from it at once where they fit the memory. ``mlock``: keep them in memory, which
+        raises :class:`~dgr.errors.BudgetExceeded` where the process may not lock that much. ``placement``: the devices that
+        native numerics run on, and how many of the layers lie there. ``certified_only``: with exact numerics, refuse types
+        that the invariance suite has not passed here; only the suite itself turns this off. ``mtp`` is reserved: None.
+        Raises :class:`~dgr.errors.ArtifactError` for weights that are missing, misshapen or of another model,
+        :class:`~dgr.errors.NumericsRefused` for types that are not known to be exact here,
+        :class:`~dgr.errors.BudgetExceeded` where the process or a device has no room for it,
+        :class:`~dgr.errors.MtpNotExecutable`, :class:`~dgr.errors.InputError` for any other value, a device that is not there
+        among them, and :class:`~dgr.errors.EngineError` when native code failed.
         """
         refuse_value("mtp", mtp)
         artifact = model if isinstance(model, Artifact) else Artifact.open(model)
-        context, layers = _given(artifact, layers, context)
+        context, layers = given(artifact, layers, context)
         artifact.check(layers)
-        if certified_only and context.numerics is Numerics.EXACT:
+        if certified_only and context.numerics.exact_kernels:
             check_exact_types((kind.label for kind in artifact.matrix_types(layers)), context.type_k)
-        needs = estimate_memory(artifact, layers, context).total if has_address_limit() else 0
+        needs = estimate_memory(artifact, layers, context, placement).host if has_address_limit() else 0
         identity = artifact.verify_weights(layers)
         self._native = native or default_native()
-        self._stage = _open(
+        self._stage = open_native(
             self._native,
             artifact,
             layers,
             context,
-            {"threads": threads, "mmap": mmap, "check_tensors": check_tensors},
+            {"threads": threads, "mmap": mmap, "mlock": mlock, "check_tensors": check_tensors},
+            placement,
             needs,
         )
-        self._info = _read_info(self._native, self._stage)
+        self._info = read_info(self._native, self._stage)
         context = replace(
             context,
             n_ctx=self._info.n_ctx_seq,
             n_batch=self._info.n_batch,
             n_ubatch=self._info.n_ubatch,
         )
-        self._memory = _memory_of(self._info)
+        self._memory = memory_of(self._native, self._info)
         self._description = StageIdentity(
             adapter=ADAPTER,
             architecture=ARCHITECTURE,
@@ -209,7 +168,7 @@ class LlamaEngine(NativeHandle):
             components=tuple(name for name, size in self._memory.state.items() if size),
             capabilities={"decode": "executable", FORK: "executable", CAPABILITY: RESERVED},
             runtime=runtime_version(),
-            devices=tuple(self._native.ffi.string(self._info.devices).decode("utf-8", "replace").splitlines()),
+            devices=tuple(text_of(self._native, self._info.devices).splitlines()),
         )
 
     @property
@@ -223,6 +182,11 @@ class LlamaEngine(NativeHandle):
 
     def memory(self) -> MemoryReport:
         return self._memory
+
+    @property
+    def graph_splits(self) -> int:
+        """Parts of the graph that was laid out last: each beyond the first is a hand-over between devices."""
+        return int(self._info.graph_splits)
 
     def run(self, batch: Sequence[Work]) -> list[Output]:
         ffi, lib = self._native.ffi, self._native.lib
@@ -239,12 +203,13 @@ class LlamaEngine(NativeHandle):
         for work, rows in zip(batch, wanted, strict=True):
             first += len(work.tokens)
             want_logits[first - rows : first] = b"\1" * rows
-        residual_out = bytearray(4 * n_tokens * about.width_out)
-        logits_out = bytearray(4 * sum(wanted) * about.n_vocab)
+        residual_out = new_buffer(n_tokens * about.context.wire.row_bytes(about.width_out))
+        logits_out = new_buffer(4 * sum(wanted) * about.n_vocab)
         row_finite = bytearray(n_tokens)
         run = ffi.new("dgr_run *")
         run.n_tokens = n_tokens
         run.tokens, run.positions, run.slots = tokens, positions, slots
+        run.residual_type = _WIRE[about.context.wire]
         residual_in = self._residual_in(batch)
         with ExitStack() as held:
 
@@ -254,8 +219,8 @@ class LlamaEngine(NativeHandle):
             # Let go in any case. An error's traceback keeps this frame, and a memoryview that a buffer still refers to
             # makes the collector of older CPythons crash when it finds both in a cycle (gh-77894).
             run.want_logits, run.row_finite = pointer("uint8_t *", want_logits), pointer("uint8_t *", row_finite)
-            run.residual_out, run.logits_out = pointer("float *", residual_out), pointer("float *", logits_out)
-            run.residual_in = pointer("float *", residual_in)
+            run.residual_out, run.logits_out = pointer("void *", residual_out), pointer("float *", logits_out)
+            run.residual_in = pointer("void *", residual_in)
             self._native.check(lib.dgr_stage_run(self._handle, run), f"stage {about.layers}")
         return self._outputs(batch, wanted, residual_out, logits_out, row_finite)
 
@@ -274,14 +239,15 @@ class LlamaEngine(NativeHandle):
 
     def _residual_in(self, batch: Sequence[Work]) -> bytes | memoryview:
         """The batch's residual, end to end; copied only when several sessions are merged."""
-        width = self._description.width_in
+        width, wire = self._description.width_in, self._description.context.wire
+        row_bytes = wire.row_bytes(width)
         parts = []
         for work in batch:
             given = 0 if work.residual is None else memoryview(work.residual).nbytes
-            if given != 4 * width * len(work.tokens):
+            if given != row_bytes * len(work.tokens):
                 raise InputError(
                     f"slot {work.slot} came with a residual of {given} bytes; stage {self._description.layers} takes"
-                    f" {len(work.tokens)} x {width} float32 = {4 * width * len(work.tokens)} bytes"
+                    f" {len(work.tokens)} x {width} {wire} = {row_bytes * len(work.tokens)} bytes"
                 )
             if work.residual is not None:
                 parts.append(work.residual)
@@ -290,19 +256,20 @@ class LlamaEngine(NativeHandle):
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _outputs(
-        self, batch: Sequence[Work], wanted: Sequence[int], residual: bytearray, logits: bytearray, finite: bytearray
+        self, batch: Sequence[Work], wanted: Sequence[int], residual: memoryview, logits: memoryview, finite: bytearray
     ) -> list[Output]:
-        row_out, row_logits = 4 * self._description.width_out, 4 * self._description.n_vocab
-        residual_view, logits_view = memoryview(residual), memoryview(logits)
+        about = self._description
+        row_out, row_logits = about.context.wire.row_bytes(about.width_out), 4 * about.n_vocab
         outputs, token, row = [], 0, 0
         for work, rows in zip(batch, wanted, strict=True):
             end = token + len(work.tokens)
             outputs.append(
                 Output(
                     slot=work.slot,
-                    residual=residual_view[token * row_out : end * row_out] if row_out else None,
-                    logits=logits_view[row * row_logits : (row + rows) * row_logits] if rows else None,
+                    residual=residual[token * row_out : end * row_out] if row_out else None,
+                    logits=logits[row * row_logits : (row + rows) * row_logits] if rows else None,
                     finite=all(finite[token:end]),
+                    too_great=_TOO_GREAT in finite[token:end],
                 )
             )
             token, row = end, row + rows
@@ -322,6 +289,15 @@ class LlamaEngine(NativeHandle):
     def close(self, slot: int) -> None:
         self._check_slot(slot)
         self._native.check(self._native.lib.dgr_stage_clear(self._handle, slot), f"clearing slot {slot}")
+
+    def close_pieces(self, slot: int) -> Generator[None, None, None]:
+        self._check_slot(slot)
+        done, what = self._native.ffi.new("bool *"), f"clearing slot {slot}"
+        while True:
+            self._native.check(self._native.lib.dgr_stage_clear_some(self._handle, slot, _PIECE, done), what)
+            if done[0]:
+                return
+            yield
 
     def fork(self, source: int, target: int) -> None:
         self._check_slot(source)
@@ -355,22 +331,31 @@ class LlamaEngine(NativeHandle):
         return int(token[0]), tuple(TopLogprob(int(top_tokens[i]), float(top_logprobs[i])) for i in range(n_top))
 
     def state_summary(self, slot: int) -> StateSummary:
+        for summary in self.state_pieces(slot):
+            if summary is not None:
+                return summary
+        raise AssertionError("the last piece is the summary")
+
+    def state_pieces(self, slot: int) -> Generator[StateSummary | None, None, None]:
         self._check_slot(slot)
-        out = self._native.ffi.new("dgr_state_summary *")
-        self._native.check(self._native.lib.dgr_stage_summary(self._handle, slot, out), f"state of slot {slot}")
-        components = tuple(
-            ComponentSummary(
-                name=component.value,
-                n_layers=part.n_layers,
-                capacity=part.capacity,
-                rows_min=part.rows_min,
-                rows_max=part.rows_max,
-                digest=bytes(part.digest).hex(),
-            )
-            for component, part in zip(Component, out.components, strict=True)
-            if part.n_layers
-        )
-        return StateSummary(int(out.position), components)
+        native = self._native
+        reader, out = native.ffi.new("dgr_summary_reader **"), native.ffi.new("dgr_state_summary *")
+        reading, what = native.ffi.new("dgr_reading *"), f"state of slot {slot}"
+        for _ in range(_READINGS):
+            native.check(native.lib.dgr_summary_open(self._handle, slot, reader), what)
+            try:
+                while True:
+                    _ = self._handle  # the stage may have been stopped since the last piece
+                    native.check(native.lib.dgr_summary_read(reader[0], _PIECE, reading, out), what)
+                    if reading[0] != native.lib.DGR_READING_MORE:
+                        break
+                    yield None
+            finally:
+                native.lib.dgr_summary_close(reader[0])
+            if reading[0] == native.lib.DGR_READING_DONE:
+                yield _summary_of(out)
+                return
+        raise InputError(f"slot {slot} does not stand still: ask for its state when it is idle")
 
     def abort(self) -> None:
         if self._stage is not None:

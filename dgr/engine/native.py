@@ -27,10 +27,19 @@ __all__ = ["Native", "NativeHandle", "build_info", "default_native", "kernel_fin
 #: Address space of the probe graph, at most.
 _PROBE_BYTES = 64 << 20
 
+#: Options of ggml that add a backend beside the CPU's, or say how it is built.
+_DEVICE_OPTIONS = tuple(
+    f"GGML_{name}"
+    for name in (
+        "ACCELERATE", "BLAS", "CANN", "CUDA", "HEXAGON", "HIP", "METAL", "MUSA", "OPENCL", "OPENVINO", "RPC", "SYCL",
+        "VIRTGPU", "VULKAN", "WEBGPU", "ZDNN", "ZENDNN",
+    )
+)  # fmt: skip
+
 _log = logging.getLogger("dgr.llama_cpp")
 
 #: The version of ``dgr_native.h`` that this package was written for.
-ABI_VERSION = 4
+ABI_VERSION = 6
 
 # ggml_log_level: 1 debug, 2 info, 3 warn, 4 error (5 continues a line and is folded in by the shim).
 _LEVELS = {1: logging.DEBUG, 2: logging.DEBUG, 3: logging.INFO, 4: logging.WARNING}
@@ -97,6 +106,12 @@ def build_info() -> dict[str, Any]:
     return info
 
 
+def _of_the_cpu(info: dict[str, Any]) -> dict[str, Any]:
+    """Build info without the options that only add a backend for devices: no bit of exact numerics depends on them."""
+    options = [option for option in info["ggml_options"].split() if not option.startswith(_DEVICE_OPTIONS)]
+    return {**info, "ggml_options": " ".join(options)}
+
+
 @lru_cache(maxsize=1)
 def kernel_fingerprint() -> str:
     """Hex digest of build info and of a fixed probe graph's output: equal digests, equal bits in exact numerics."""
@@ -105,7 +120,7 @@ def kernel_fingerprint() -> str:
     out = native.ffi.new("char[33]")
     native.check(native.lib.dgr_kernel_probe(out, 33), "kernel probe")
     probe = native.ffi.string(out).decode()
-    facts = json.dumps(build_info(), sort_keys=True)
+    facts = json.dumps(_of_the_cpu(build_info()), sort_keys=True)
     return hashlib.blake2b(f"{probe}\n{facts}".encode(), digest_size=16).hexdigest()
 
 

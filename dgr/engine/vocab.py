@@ -57,8 +57,9 @@ class LlamaVocabulary(NativeHandle):
         return self._vocab
 
     def encode(self, text: str, *, add_special: bool = False, parse_special: bool = False) -> list[int]:
-        """Token ids of a text. ``add_special``: with the begin-of-text token, where the model has one.
+        """Token ids of a text. ``add_special``: behind the begin-of-text token, where the model has one.
 
+        Whatever the file's ``add_bos_token`` and ``add_eos_token`` say: files of one model differ in them.
         Takes a microsecond or so a character, without the GIL. Raises :class:`~dgr.errors.InputError` for what is not text
         (a lone surrogate), and for more than 16 MiB of it.
         """
@@ -66,14 +67,15 @@ class LlamaVocabulary(NativeHandle):
         ffi, lib = self._native.ffi, self._native.lib
         # A byte is at least a token's worth; two more for specials. Asked again if that was too small.
         room = len(data) + 2
+        first = [self.bos] if add_special and self.bos is not None else []
         while True:
             tokens, n = ffi.new("int32_t[]", room), ffi.new("int32_t *")
             self._native.check(
-                lib.dgr_vocab_tokenize(self._handle, data, len(data), add_special, parse_special, tokens, room, n),
+                lib.dgr_vocab_tokenize(self._handle, data, len(data), False, parse_special, tokens, room, n),
                 "tokenize",
             )
             if n[0] <= room:
-                return list(ffi.unpack(tokens, n[0])) if n[0] else []
+                return first + (list(ffi.unpack(tokens, n[0])) if n[0] else [])
             room = n[0]
 
     def piece(self, token: int, *, special: bool = True) -> bytes:

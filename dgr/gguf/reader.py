@@ -18,7 +18,7 @@ from typing import BinaryIO
 from attrs import field, frozen
 
 from dgr.errors import ArtifactError
-from dgr.gguf.types import GgmlType
+from dgr.gguf.types import GgmlType, foreign_type
 
 __all__ = [
     "ALIGNMENT_KEY",
@@ -39,6 +39,13 @@ DEFAULT_ALIGNMENT = 32
 ALIGNMENT_KEY = "general.alignment"
 #: A header is metadata; the largest known (tokenizers of several 100 k tokens) take some 20 MiB.
 _MAX_HEADER_BYTES = 256 << 20
+#: What published models are made of.
+_STOCK = "MXFP4, Q8_0, Q4_K, Q2_K, IQ2_XXS, …"
+#: Forks number types of their own after the last one that they know.
+_HINT_42 = (
+    "type 42 is q2_0 here, and F8_E4M3_B128 in files for some forks: such a file cannot be read; use one of stock types"
+    f" ({_STOCK}), or fetch the file again if it is q2_0"
+)
 #: ``GGML_MAX_DIMS``.
 _MAX_DIMS = 4
 #: ``GGML_MAX_NAME`` counts the final NUL.
@@ -283,7 +290,7 @@ def _read_tensor(reader: _Reader, index: int) -> TensorInfo:
         kind = GgmlType(code)
     except ValueError:
         raise reader.fail(
-            f"tensor {name!r} has the unknown ggml type {code}", "convert the model again, or use a newer dgr"
+            f"tensor {name!r} has {foreign_type(code)}", f"use a file of stock types ({_STOCK}), or a newer dgr"
         ) from None
     if ne[0] % kind.block_size:
         raise reader.fail(
@@ -296,14 +303,15 @@ def _read_tensor(reader: _Reader, index: int) -> TensorInfo:
 def _place(reader: _Reader, entries: list[TensorInfo], alignment: int, data_offset: int) -> dict[str, TensorInfo]:
     """Check every offset (tensors lie one after another, each aligned, as llama.cpp demands) and make it absolute."""
     tensors: dict[str, TensorInfo] = {}
-    expected = 0
+    expected, seen = 0, set[GgmlType]()
     for entry in entries:
         if entry.name in tensors:
             raise reader.fail(f"the tensor {entry.name!r} occurs twice", "convert the model again")
         if entry.offset % alignment:
             raise reader.fail(f"tensor {entry.name!r} has the offset {entry.offset}, not a multiple of {alignment}")
         if entry.offset != expected:
-            raise reader.fail(f"tensor {entry.name!r} has the offset {entry.offset}, but the table implies {expected}")
+            message = f"tensor {entry.name!r} has the offset {entry.offset}, but the table implies {expected}"
+            raise reader.fail(message, _HINT_42) if GgmlType.Q2_0 in seen else reader.fail(message)
         begin = data_offset + entry.offset
         if begin + entry.n_bytes > reader.size:
             raise reader.fail(
@@ -311,6 +319,7 @@ def _place(reader: _Reader, entries: list[TensorInfo], alignment: int, data_offs
             )
         tensors[entry.name] = TensorInfo(entry.name, entry.ne, entry.type, begin, entry.n_bytes)
         expected += aligned(entry.n_bytes, alignment)
+        seen.add(entry.type)
     return tensors
 
 

@@ -6,7 +6,7 @@ from enum import IntEnum
 
 from dgr.errors import InputError
 
-__all__ = ["GgmlType", "parse_type"]
+__all__ = ["GgmlType", "foreign_type", "parse_type"]
 
 
 class GgmlType(IntEnum):
@@ -126,6 +126,23 @@ _NOT_OPERANDS = frozenset(
         GgmlType.Q8_K,
     }
 )
+
+
+#: Codes that llama.cpp has given up.
+_REMOVED = {
+    4: "q4_2", 5: "q4_3", 31: "q4_0_4_4", 32: "q4_0_4_8", 33: "q4_0_8_8", 36: "iq4_nl_4_4", 37: "iq4_nl_4_8", 38: "iq4_nl_8_8",
+}  # fmt: skip
+#: From here on ik_llama.cpp has types of its own (IQ4_KS, IQ2_K, Q8_0_R8, …).
+_FIRST_OF_IK = 97
+
+
+def foreign_type(code: int) -> str:
+    """What a code stands for that is no :class:`GgmlType`: a type that was removed, one of a fork, or nothing known."""
+    if code in _REMOVED:
+        return f"the ggml type {code} ({_REMOVED[code]}), which llama.cpp has removed"
+    if code >= _FIRST_OF_IK:
+        return f"the ggml type {code}, of which only ik_llama.cpp knows"
+    return f"the unknown ggml type {code}"
 
 
 def parse_type(text: str) -> GgmlType:

@@ -49,7 +49,11 @@ __all__ = [
     "select",
 ]
 
-_COMMON = (GgmlType.F32, GgmlType.F16, GgmlType.BF16, GgmlType.Q8_0, GgmlType.MXFP4, GgmlType.Q4_K, GgmlType.Q6_K)
+#: What the files consist of that most people run.
+_COMMON = (
+    GgmlType.F32, GgmlType.F16, GgmlType.BF16, GgmlType.Q8_0, GgmlType.MXFP4, GgmlType.IQ2_XXS, GgmlType.Q2_K,
+    GgmlType.Q4_K, GgmlType.Q6_K,
+)  # fmt: skip
 #: Every weight type a model can be written in, the common ones first.
 WEIGHT_TYPES = tuple(kind.label for kind in (*_COMMON, *sorted(BLOCK_TYPES.difference(_COMMON))))
 #: K-cache types the engine knows.

@@ -17,7 +17,7 @@ import asyncio
 import os
 import threading
 import weakref
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import CancelledError, Future
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from typing import Any, TypeVar
@@ -26,6 +26,7 @@ import trio
 
 from dgr.client.generation import GeneratedToken
 from dgr.client.pipeline import Pipeline
+from dgr.core.load import StageLoad
 from dgr.errors import ClosedError, InputError
 from dgr.serving import embed
 from dgr.serving.engine import Job, Phase, ServingEngine, ServingLimits, Usage
@@ -183,6 +184,10 @@ class BlockingServing:
     def admit(self, job: Job, deadline: float | None = None) -> BlockingAnswer:
         """A block with a place in the line for ``job``; entering it raises what :meth:`ServingEngine.admit` does."""
         return BlockingAnswer(self, self._serving.admit(job, deadline))
+
+    def load(self, seconds: float = 5.0) -> Mapping[str, StageLoad | None]:
+        """How much each stage has to do: address -> its load, None for one that does not tell; see :meth:`Pipeline.load`."""
+        return self._calls.run(lambda: self._serving.load(seconds))
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Token ids of a prompt, as :meth:`~dgr.serving.embed.EmbeddedServing.encode` has them."""

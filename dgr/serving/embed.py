@@ -27,7 +27,7 @@ from __future__ import annotations
 import asyncio
 import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
@@ -40,6 +40,7 @@ from dgr.client.generation import GeneratedToken, Generation
 from dgr.client.pipeline import Pipeline, PipelineStatistics
 from dgr.client.session import ClientSession
 from dgr.cluster.local import open_pipeline as open_trio_pipeline
+from dgr.core.load import StageLoad
 from dgr.core.route import LayerRange, Route
 from dgr.core.values import SamplingParams
 from dgr.errors import ClosedError, InputError, SessionBusy
@@ -328,6 +329,10 @@ class EmbeddedServing:
         """The engine itself, to read its counters, line and state; its methods belong to the trio side."""
         return self._served.engine
 
+    async def load(self, seconds: float = 5.0) -> Mapping[str, StageLoad | None]:
+        """How much each stage has to do; see :meth:`Pipeline.load`."""
+        return await self._bridge.call(self.engine.pipeline.load, seconds)
+
     def admit(self, job: Job, deadline: float | None = None) -> AbstractAsyncContextManager[EmbeddedAnswer]:
         """A place in the line for ``job``, given back with the block; errors as of :meth:`ServingEngine.admit`."""
         return Hold(self._bridge, partial(self._served.admit, job, deadline), partial(EmbeddedAnswer, self))
@@ -382,6 +387,10 @@ class EmbeddedPipeline:
             return self._pipeline.statistics()
 
         return await self._bridge.call(take)
+
+    async def load(self, seconds: float = 5.0) -> Mapping[str, StageLoad | None]:
+        """How much each stage has to do: address -> its load, None for one that does not tell; see :meth:`Pipeline.load`."""
+        return await self._bridge.call(self._pipeline.load, seconds)
 
 
 class _Embedding(AbstractAsyncContextManager[EmbeddedPipeline]):

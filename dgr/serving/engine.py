@@ -21,6 +21,7 @@ from attrs import define, field, frozen
 
 from dgr.client.generation import GeneratedToken, Generation
 from dgr.client.pipeline import Pipeline
+from dgr.client.tracing import RequestTrace
 from dgr.core.values import SamplingParams
 from dgr.errors import (
     ClosedError,
@@ -120,8 +121,12 @@ class Counters:
 class Answer:
     """The answer to one :class:`Job`: an asynchronous iterator of its tokens. Made by :meth:`ServingEngine.admit`."""
 
-    def __init__(self, serving: ServingEngine, job: Job, place: Place, deadline: float) -> None:
+    def __init__(
+        self, serving: ServingEngine, job: Job, place: Place, deadline: float, trace: RequestTrace | None = None
+    ) -> None:
         self.job = job
+        #: The request that it is part of, if that is traced.
+        self.trace = trace
         self.usage = Usage(len(job.prompt))
         self.phase = Phase.WAITING
         #: At the end: ``stop`` or ``length``.
@@ -240,6 +245,8 @@ class Answer:
             self.phase, self._prefill_began = Phase.PREFILL, trio.current_time()
             self.kept = await sessions.take(job.prompt, job.sampling, seeded=job.seeded)
             session = self.kept.session
+            if self.trace is not None:
+                self.trace.follow(session)
             self.usage.cached, self._sent = min(session.committed, self.usage.prompt), session.sent_in_all
         session, turn = self.kept.session, self.kept.unfinished
         if turn is None:
@@ -325,17 +332,20 @@ class ServingEngine:
             )
 
     @asynccontextmanager
-    async def admit(self, job: Job, deadline: float | None = None) -> AsyncIterator[Answer]:
+    async def admit(
+        self, job: Job, deadline: float | None = None, *, trace: RequestTrace | None = None
+    ) -> AsyncIterator[Answer]:
         """A place in the line for ``job``, given back with the block.
 
         Raises at once, with nothing begun: :class:`~dgr.errors.NotServing`, :class:`~dgr.errors.QueueFull`,
-        :class:`~dgr.errors.InputError`. ``deadline``: seconds, at most those of the limits.
+        :class:`~dgr.errors.InputError`. ``deadline``: seconds, at most those of the limits. ``trace``: the request's, if it
+        is traced; the work of its stages is noted there.
         """
         self.refuse_if_not_serving()
         self._check(job)
         place = self.line.enter(len(job.prompt))
         seconds = self.limits.deadline if deadline is None else min(deadline, self.limits.deadline)
-        answer = Answer(self, job, place, seconds)
+        answer = Answer(self, job, place, seconds, trace)
         self._answers.add(answer)
         try:
             yield answer
@@ -356,6 +366,8 @@ class ServingEngine:
         if answer.kept is not None:
             if answer.finish_reason is not None:
                 answer.kept.unfinished = None
+            if answer.trace is not None:
+                answer.trace.leave(answer.kept.session)
             self.sessions.give_back(answer.kept)
         self.line.leave(answer.place)
 

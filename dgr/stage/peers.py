@@ -5,16 +5,43 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TypeAlias
 
 import trio
 
 from dgr.errors import WireError
+from dgr.stage.supervisor import EpochSupervisor
 from dgr.wire import frames
+from dgr.wire.frames import Miss
 from dgr.wire.links import Link
 
-__all__ = ["close", "confined", "grant", "say_ready"]
+__all__ = ["SessionRequest", "answer_stranger", "close", "confined", "grant", "hand_over", "say_ready", "tell"]
 
 _log = logging.getLogger("dgr.shard")
+
+#: What a pipeline asks of one of its sessions.
+SessionRequest: TypeAlias = frames.Open | frames.Fork | frames.Close | frames.QueryState | frames.Tokens | frames.Cancel
+
+#: Answers that may wait on a link when it is asked for a long one.
+_UNREAD = 64
+
+
+def tell(link: Link, report: frames.LoadReport | frames.TraceReport) -> None:
+    """Answer with what may be long. Raises :class:`WireError` when the other side asks and does not read."""
+    if link.backlog > _UNREAD:
+        raise WireError(
+            f"{link.backlog} answers wait on the link; a pipeline reads a report before it asks for the next"
+        )
+    link.send_nowait(report)
+
+
+def answer_stranger(link: Link, frame: SessionRequest) -> None:
+    """A route session that is not known here holds nothing here."""
+    match frame:
+        case frames.Close():
+            link.send_nowait(frames.Closed(frame.key, frame.seq, 0))
+        case frames.Tokens() | frames.Open() | frames.Fork() | frames.QueryState():
+            link.send_nowait(frames.CacheMiss(frame.key, frame.seq, Miss.UNKNOWN, 0))
 
 
 def say_ready(link: Link, route: bytes, epoch: int) -> None:
@@ -48,3 +75,22 @@ async def close(link: Link) -> None:
     """Nobody reads the link any more: the other side must not wait for what will never come."""
     with trio.CancelScope(shield=True):
         await link.aclose()
+
+
+def _nothing() -> None:
+    """A frame without payload takes no credit."""
+
+
+def hand_over(
+    supervisor: EpochSupervisor,
+    frame: SessionRequest,
+    payload: memoryview | None,
+) -> None:
+    """Give a route session what its pipeline asks of one of its sessions."""
+    match frame:
+        case frames.Tokens():
+            supervisor.work(frame, payload, _nothing)
+        case frames.Cancel():
+            supervisor.cancel(frame)
+        case _:
+            supervisor.request(frame)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from typing import TypeVar
 
 import trio
@@ -11,11 +12,12 @@ from attrs import define, field, frozen
 
 from dgr.core.scalars import TOP_MAX
 from dgr.core.values import LogitsWanted, SamplingParams, StateSummary, TopLogprob
-from dgr.engine.base import Output, ShardEngine, Work
+from dgr.engine.base import Output, ShardEngine, Work, WorksInPieces
 from dgr.errors import EngineError, InputError, NonFinite
 from dgr.stage.engine_thread import EngineThread
 from dgr.stage.ready import ReadyWork, is_decode
 from dgr.stage.statistics import BatchCounts, SchedulerStatistics
+from dgr.stage.tracing import StepTimes
 
 __all__ = ["Scheduler", "StepResult"]
 
@@ -24,6 +26,8 @@ T = TypeVar("T")
 _log = logging.getLogger("dgr.shard")
 
 _FLOAT = 4
+#: What :func:`next` gives when there are no more pieces.
+_ENDED = True
 
 
 @frozen
@@ -43,6 +47,8 @@ class _Request:
     ring: int
     #: When it was ready, in trio's time.
     came: float
+    #: Where its times are noted, if anybody wants them.
+    times: StepTimes | None = None
     done: trio.Event = field(factory=trio.Event)
     outcome: StepResult | EngineError | InputError | None = None
     #: The session gave up waiting before the step began.
@@ -76,6 +82,12 @@ def _finish(
         return NonFinite(
             f"NaN or Inf among the values of positions {work.position}..{work.position + len(work.tokens) - 1};"
             " the session is lost on every stage"
+        )
+    if output.too_great:
+        wire = engine.describe().context.wire
+        return NonFinite(
+            f"a residual of positions {request.work.position}..{request.work.position + len(request.work.tokens) - 1} holds a"
+            f" value that wire {wire} does not carry; the session is lost on every stage: use wire bf16 or f32"
         )
     if output.logits is None:
         return StepResult(output)
@@ -133,6 +145,7 @@ class Scheduler:
         self._decode, self._prefill = BatchCounts(), BatchCounts()
         #: When the batch under way began; None when none is.
         self._began: float | None = None
+        self._longest = 0.0
 
     def statistics(self) -> SchedulerStatistics:
         decode, prefill = self._decode.snapshot(), self._prefill.snapshot()
@@ -143,6 +156,7 @@ class Scheduler:
             decode=decode,
             prefill=prefill,
             running_seconds=0.0 if self._began is None else trio.current_time() - self._began,
+            longest_seconds=self._longest,
         )
 
     async def run(self) -> None:
@@ -162,10 +176,15 @@ class Scheduler:
 
     def _count(self, batch: list[_Request], began: float, now: float) -> None:
         counts = self._decode if is_decode(batch[0]) else self._prefill
+        tokens = sum(len(request.work.tokens) for request in batch)
         counts.seconds.add(now - began)
-        counts.tokens.add(sum(len(request.work.tokens) for request in batch))
+        self._longest = max(self._longest, now - began)
+        counts.tokens.add(tokens)
         for request in batch:
             counts.waits.add(began - request.came)
+            if (times := request.times) is not None:
+                times.began, times.ended = began, now
+                times.batch_items, times.batch_tokens = len(batch), tokens
 
     async def _run(self, batch: list[_Request]) -> None:
         try:
@@ -184,15 +203,22 @@ class Scheduler:
         return found
 
     async def step(
-        self, work: Work, sampling: SamplingParams | None, history: Sequence[int], *, ring: int = 1
+        self,
+        work: Work,
+        sampling: SamplingParams | None,
+        history: Sequence[int],
+        *,
+        ring: int = 1,
+        times: StepTimes | None = None,
     ) -> StepResult:
         """Run one session's work, merged with whatever else is ready. ``ring``: see :class:`~dgr.stage.ready.ReadyRequest`.
+        ``times`` is told when that was.
 
         Raises InputError when a guard refused (nothing changed), EngineError when the session is lost. Cancelled while
         waiting: a step that has begun still ends, its result is dropped.
         """
         now = trio.current_time()
-        request = _Request(work, sampling, history, ring, now)
+        request = _Request(work, sampling, history, ring, now, times)
         self._ready.add(request, now)
         self._came.set()
         try:
@@ -206,9 +232,15 @@ class Scheduler:
         return request.outcome
 
     async def clear(self, slot: int) -> None:
-        """Erase a slot once no step is running."""
+        """Erase a slot once no step is running; a large one in pieces, between which others run."""
         self._ready.forget(slot)
-        await self._call(lambda: self._engine.close(slot))
+        engine = self._engine
+        if not isinstance(engine, WorksInPieces):
+            await self._call(lambda: engine.close(slot))
+            return
+        with closing(engine.close_pieces(slot)) as pieces:
+            while not await self._call(lambda: next(pieces, _ENDED)):
+                await trio.lowlevel.checkpoint()
 
     async def fork(self, source: int, target: int, position: int) -> bool:
         """Copy a slot that holds ``position`` tokens into an empty one, between two steps; False when it holds others by then.
@@ -225,8 +257,14 @@ class Scheduler:
         return await self._call(copy)
 
     async def state_summary(self, slot: int) -> StateSummary:
-        """Read a slot's state summary between two steps."""
-        return await self._call(lambda: self._engine.state_summary(slot))
+        """Read a slot's state summary between two steps; a large one in pieces, between which others run."""
+        engine = self._engine
+        if not isinstance(engine, WorksInPieces):
+            return await self._call(lambda: engine.state_summary(slot))
+        with closing(engine.state_pieces(slot)) as pieces:
+            while (summary := await self._call(lambda: next(pieces))) is None:
+                await trio.lowlevel.checkpoint()
+            return summary
 
     async def _call(self, function: Callable[[], T]) -> T:
         try:

@@ -14,6 +14,7 @@ from attrs import frozen
 
 from dgr.core.prefix import PrefixDigest
 from dgr.core.state_machine import StateMachine
+from dgr.core.trace import WorkRecord
 from dgr.core.values import Expectation, Key, LogitsWanted, StageIdentity, StateSummary
 from dgr.engine.base import Work
 from dgr.errors import DgrError, EngineError, InputError, NonFinite, WireError
@@ -22,6 +23,7 @@ from dgr.protocol.sampling import sampling_problem
 from dgr.protocol.states import SESSION, SessionEvent, SessionState
 from dgr.stage.ledger import Lease
 from dgr.stage.scheduler import Scheduler, StepResult
+from dgr.stage.tracing import StepTimes
 from dgr.wire import frames
 from dgr.wire.frames import Boundary, Miss, Refusal, Tokens
 
@@ -29,8 +31,8 @@ __all__ = ["Origin", "SessionActor", "SessionReply", "WorkFrame", "no_copy"]
 
 WorkFrame = Tokens | Boundary
 
-#: A work frame, its payload, and what to call when the frame has been handled.
-_Delivery = tuple[WorkFrame, memoryview | None, Callable[[], None]]
+#: A work frame, its payload, what to call when the frame has been handled, and when it came.
+_Delivery = tuple[WorkFrame, memoryview | None, Callable[[], None], float]
 
 
 #: What a session tells the pipeline that owns it.
@@ -84,6 +86,7 @@ class SessionActor:
         idle_timeout: float,
         ring: int,
         on_end: Callable[[SessionActor], None],
+        note: Callable[[WorkRecord], None],
         origin: Origin | None = None,
     ) -> None:
         self.key = key
@@ -93,6 +96,8 @@ class SessionActor:
         #: Why the session ended, for later frames; None when its pipeline closed it.
         self.end_reason: Miss | None = None
         self.last_active = trio.current_time()
+        #: Whether rows of logits were wanted of it: what came before was a prefill.
+        self.answered = False
         self._first_seq = first_seq
         self._cancelled_through = 0
         self._scheduler = scheduler
@@ -102,6 +107,8 @@ class SessionActor:
         self._idle_timeout = idle_timeout
         self._ring = ring
         self._on_end = on_end
+        #: Takes what was noted of traced work.
+        self._note = note
         self._machine = StateMachine(SESSION)
         self._scope = trio.CancelScope()
         self._send, self._receive = trio.open_memory_channel[_Delivery](INBOX)
@@ -139,12 +146,13 @@ class SessionActor:
 
     def deliver(self, frame: WorkFrame, payload: memoryview | None, consumed: Callable[[], None]) -> bool:
         """Queue work; False when the inbox is full. ``consumed`` is called when the frame has been handled."""
+        now = trio.current_time()
         try:
-            self._send.send_nowait((frame, payload, consumed))
+            self._send.send_nowait((frame, payload, consumed, now))
         except trio.WouldBlock:
             return False
         self._undone += 1
-        self.last_active = trio.current_time()
+        self.last_active = now
         return True
 
     def cancel(self, last_seq: int) -> None:
@@ -220,14 +228,17 @@ class SessionActor:
     async def _serve(self) -> None:
         while True:
             with trio.move_on_after(self._idle_timeout) as patience:
-                frame, payload, consumed = await self._receive.receive()
+                frame, payload, consumed, came = await self._receive.receive()
             if patience.cancelled_caught:
                 if self._undone:
                     continue  # work came in the very moment
                 self.end(Miss.EXPIRED)
                 await trio.sleep_forever()
             try:
-                await self._handle(frame, payload)
+                if frame.trace is None:
+                    await self._handle(frame, payload)
+                else:
+                    await self._handle_traced(frame, payload, came)
             finally:
                 self._undone -= 1
                 consumed()
@@ -240,12 +251,20 @@ class SessionActor:
         """
         while True:
             try:
-                _frame, _payload, consumed = self._receive.receive_nowait()
+                _frame, _payload, consumed, _came = self._receive.receive_nowait()
             except trio.WouldBlock:
                 return
             consumed()
 
-    async def _handle(self, frame: WorkFrame, payload: memoryview | None) -> None:
+    async def _handle_traced(self, frame: WorkFrame, payload: memoryview | None, came: float) -> None:
+        times = StepTimes(came, trio.current_time())
+        try:
+            await self._handle(frame, payload, times)
+        finally:
+            if times.batch_items:
+                self._note(times.record(frame))
+
+    async def _handle(self, frame: WorkFrame, payload: memoryview | None, times: StepTimes | None = None) -> None:
         if frame.seq < self._first_seq:
             return  # a late frame of an earlier life; nobody waits for its answer
         if frame.seq <= self._cancelled_through:
@@ -255,7 +274,7 @@ class SessionActor:
         elif (problem := self._unacceptable(frame)) is not None:
             await self._refuse(frame, Refusal.INPUT, problem)
         else:
-            await self._step(frame, payload)
+            await self._step(frame, payload, times)
 
     def _missing(self, frame: WorkFrame) -> Miss | None:
         """Why the session does not hold what the frame expects."""
@@ -280,7 +299,7 @@ class SessionActor:
             return "a token is drawn from the last row: sampling needs logits = 1 (last)"
         return None if frame.sampling is None else sampling_problem(frame.sampling, about.n_vocab)
 
-    async def _step(self, frame: WorkFrame, payload: memoryview | None) -> None:
+    async def _step(self, frame: WorkFrame, payload: memoryview | None, times: StepTimes | None) -> None:
         tail = self._description.is_tail
         work = Work(
             slot=self.lease.slot,
@@ -294,7 +313,7 @@ class SessionActor:
         self._machine.fire(SessionEvent.WORK)
         try:
             result = await self._scheduler.step(
-                work, frame.sampling if tail else None, self._history or (), ring=self._ring
+                work, frame.sampling if tail else None, self._history or (), ring=self._ring, times=times
             )
         except InputError as error:
             self._machine.fire(SessionEvent.REFUSED)
@@ -307,13 +326,18 @@ class SessionActor:
         else:
             self._machine.fire(SessionEvent.COMMITTED)
             self._prefix.extend(frame.tokens)
+            self.answered = self.answered or frame.logits != LogitsWanted.NONE
+            if times is not None:
+                times.sent = trio.current_time()
             await self._answer(frame, result)
 
     async def _answer(self, frame: WorkFrame, result: StepResult) -> None:
         output, key, seq = result.output, self.key, frame.seq
         if output.residual is not None:
             size = memoryview(output.residual).nbytes
-            boundary = Boundary(key, seq, frame.expect, frame.tokens, frame.logits, frame.sampling, payload=size)
+            boundary = Boundary(
+                key, seq, frame.expect, frame.tokens, frame.logits, frame.sampling, payload=size, trace=frame.trace
+            )
             try:
                 await self._forward(boundary, output.residual)
             except WireError as error:

@@ -13,23 +13,27 @@ import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Hashable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from typing import TypeAlias
 from weakref import WeakKeyDictionary
 
 import trio
 
+from dgr.core.load import StageLoad
 from dgr.core.log_fields import log_fields
 from dgr.core.values import Key
 from dgr.engine.base import ShardEngine
 from dgr.engine.budget import check_budget
 from dgr.errors import LinkBroken, WireError
 from dgr.protocol.states import EpochState
+from dgr.stage.draining import DRAINING, Draining
 from dgr.stage.ledger import Lease, Ledger
-from dgr.stage.peers import close, confined, grant, say_ready
+from dgr.stage.load import stage_load
+from dgr.stage.peers import answer_stranger, close, confined, grant, hand_over, say_ready, tell
 from dgr.stage.scheduler import Scheduler
 from dgr.stage.session import SessionActor
 from dgr.stage.statistics import ShardStatistics
 from dgr.stage.supervisor import EpochSupervisor
+from dgr.stage.tracing import TraceBuffer
+from dgr.stage.traffic import Traffic
 from dgr.wire import frames
 from dgr.wire.frames import Miss, Refusal
 from dgr.wire.framing import Received
@@ -43,9 +47,6 @@ _log = logging.getLogger("dgr.shard")
 #: Seconds without work after which a session may have to make room for another.
 MIN_IDLE = 1.0
 
-#: What a pipeline asks of one of its sessions.
-SessionRequest: TypeAlias = frames.Open | frames.Fork | frames.Close | frames.QueryState | frames.Tokens | frames.Cancel
-
 #: (own address, successor's address) -> the boundary link between them.
 Dialer = Callable[[str, str], Awaitable[Link]]
 
@@ -53,24 +54,6 @@ Dialer = Callable[[str, str], Awaitable[Link]]
 _AWAITING = 1024
 #: Route sessions of one control link; a pipeline has one.
 _ROUTES_PER_LINK = 16
-
-
-def _nothing() -> None:
-    """A frame without payload takes no credit."""
-
-
-def _hand_over(
-    supervisor: EpochSupervisor,
-    frame: SessionRequest,
-    payload: memoryview | None,
-) -> None:
-    match frame:
-        case frames.Tokens():
-            supervisor.work(frame, payload, _nothing)
-        case frames.Cancel():
-            supervisor.cancel(frame)
-        case _:
-            supervisor.request(frame)
 
 
 class Shard:
@@ -98,11 +81,16 @@ class Shard:
         self.idle_timeout = idle_timeout
         self.min_idle = min_idle
         self.fence_timeout = fence_timeout
+        self.traces = TraceBuffer()
+        #: What goes over its links; whoever opens and takes them counts them here.
+        self.traffic = Traffic()
         self._engine = engine
+        self._began = trio.current_time()
         self._dial = dial
         self._routes: dict[bytes, EpochSupervisor] = {}
         #: Links whose stage, by its name, waits until a (route, epoch) is admitted here.
         self._awaiting: dict[tuple[bytes, int, str], Link] = {}
+        self.draining = Draining(self)
         self._nursery: trio.Nursery | None = None
         #: One connection to a next stage is made at a time for each control link: a pipeline needs no more, and cannot
         #: have this stage hold many sockets to whoever accepts and says nothing.
@@ -115,16 +103,31 @@ class Shard:
         return ShardStatistics(
             routes=len(self._routes),
             epochs={route: supervisor.epoch for route, supervisor in self._routes.items()},
-            sessions=len(self._actors()),
+            sessions=len(self.actors()),
             leased_bytes=self.ledger.leased_bytes,
             leased=self.ledger.leased(),
             evictions=self._evictions,
             unroutable_frames=self._unroutable_frames,
+            draining=self.draining.is_on,
             steps=self.scheduler.statistics(),
         )
 
-    def _actors(self) -> list[SessionActor]:
+    def load(self) -> StageLoad:
+        """How much it has to do, and room for."""
+        return stage_load(
+            self.statistics(),
+            self.ledger,
+            self.traffic,
+            trio.current_time() - self._began,
+            ready=self._nursery is not None,
+        )
+
+    def actors(self) -> list[SessionActor]:
         return [actor for supervisor in self._routes.values() for actor in supervisor.sessions.values()]
+
+    def epoch_states(self) -> list[EpochState]:
+        """Of its route sessions."""
+        return [supervisor.state for supervisor in self._routes.values()]
 
     # --- the interface of supervisors ---
 
@@ -139,10 +142,10 @@ class Shard:
         while wanted():
             if (lease := self.ledger.lease(owner)) is not None:
                 return lease
-            leaving = next((actor for actor in self._actors() if actor.is_ending), None)
+            leaving = next((actor for actor in self.actors() if actor.is_ending), None)
             if leaving is None:
                 idle_since = trio.current_time() - self.min_idle
-                idle = (actor for actor in self._actors() if actor.is_idle and actor is not spared)
+                idle = (actor for actor in self.actors() if actor.is_idle and actor is not spared)
                 leaving = min(
                     (actor for actor in idle if actor.last_active <= idle_since),
                     key=lambda actor: actor.last_active,
@@ -187,6 +190,7 @@ class Shard:
             await self._serve_control(link)
 
     async def _serve_control(self, link: Link) -> None:
+        self.draining.links.add(link)
         async with open_nursery() as nursery:
             try:
                 async for received in link:
@@ -196,6 +200,7 @@ class Shard:
                 pass
             finally:
                 nursery.cancel_scope.cancel()
+                self.draining.links.discard(link)
                 for supervisor in [one for one in self._routes.values() if one.control is link]:
                     supervisor.leave()
                 await close(link)
@@ -271,6 +276,10 @@ class Shard:
         self, link: Link, frame: frames.Frame, payload: memoryview | None, nursery: trio.Nursery
     ) -> None:
         match frame:
+            case frames.Drain():
+                self.draining.take(frame, link)
+            case frames.Fence() if self.draining.is_on and frame.route not in self._routes:
+                link.send_nowait(frames.Refused(Key(frame.route, frame.epoch, 0), 0, Refusal.DRAINING, DRAINING))
             case frames.Fence():
                 supervisor = self._routes.get(frame.route) or await self._admit(frame.route, link)
                 if supervisor.control is link:
@@ -288,12 +297,19 @@ class Shard:
             ):
                 known = self._routes.get(frame.key.route)
                 if known is None or known.control is not link:
-                    self._answer_stranger(link, frame)
+                    self._unroutable_frames += 1
+                    answer_stranger(link, frame)
                 else:
                     if not known.started.is_set():  # it may have been taken over in this very moment
                         await known.started.wait()
                     with self._blaming(known):
-                        _hand_over(known, frame, payload)
+                        hand_over(known, frame, payload)
+            case frames.QueryLoad():
+                tell(link, frames.LoadReport(frame.seq, self.load()))
+            case frames.QueryTrace():
+                owner = self._routes.get(frame.route)
+                taken = self.traces.take(frame.route) if owner is not None and owner.control is link else ((), False, 0)
+                tell(link, frames.TraceReport(frame.seq, *taken))
             case _:
                 raise WireError(f"{type(frame).__name__} came on a control link")
 
@@ -314,15 +330,6 @@ class Shard:
             # The link is over; whoever reads it ends what there is of the route session.
             return
 
-    def _answer_stranger(self, link: Link, frame: SessionRequest) -> None:
-        """A route session that is not known here holds nothing here."""
-        self._unroutable_frames += 1
-        match frame:
-            case frames.Close():
-                link.send_nowait(frames.Closed(frame.key, frame.seq, 0))
-            case frames.Tokens() | frames.Open() | frames.Fork() | frames.QueryState():
-                link.send_nowait(frames.CacheMiss(frame.key, frame.seq, Miss.UNKNOWN, 0))
-
     async def _admit(self, route: bytes, link: Link) -> EpochSupervisor:
         if sum(supervisor.control is link for supervisor in self._routes.values()) >= _ROUTES_PER_LINK:
             raise WireError(f"the link has {_ROUTES_PER_LINK} route sessions already; a pipeline has one")
@@ -341,6 +348,7 @@ class Shard:
         finally:
             _log.info("the route session has ended", extra=log_fields(supervisor.route, supervisor.epoch))
             del self._routes[supervisor.route]
+            self.traces.forget(supervisor.route)
             self._forget_waits(supervisor)
             supervisor.ended.set()
 

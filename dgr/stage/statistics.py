@@ -7,38 +7,19 @@ numbers change.
 
 from __future__ import annotations
 
-import itertools
 from bisect import bisect_left
 from collections.abc import Sequence
 
 from attrs import field, frozen
 
-__all__ = ["BatchCounts", "BatchStatistics", "Counts", "Distribution", "SchedulerStatistics", "ShardStatistics"]
+from dgr.core.load import BatchLoad, Distribution
+
+__all__ = ["BatchCounts", "Counts", "SchedulerStatistics", "ShardStatistics"]
 
 #: Seconds of a batch, or of a wait for one: a decoded token on a fast stage to a long chunk on a slow one.
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0)
 #: Tokens of a batch.
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
-
-
-@frozen
-class Distribution:
-    """Values seen since the stage started, by size."""
-
-    #: Largest value of each bucket; one more bucket has whatever is larger.
-    bounds: Sequence[float]
-    #: Values in each bucket alone.
-    counts: Sequence[int]
-    #: Sum of the values.
-    total: float
-
-    @property
-    def count(self) -> int:
-        return sum(self.counts)
-
-    def cumulative(self) -> list[int]:
-        """Values up to each bound, then all of them."""
-        return list(itertools.accumulate(self.counts))
 
 
 class Counts:
@@ -56,31 +37,19 @@ class Counts:
         self._total += value
 
     def snapshot(self) -> Distribution:
-        return Distribution(self._bounds, tuple(self._counts), self._total)
-
-
-@frozen
-class BatchStatistics:
-    """Batches of one kind, decode or prefill."""
-
-    #: Tokens of each batch. A decode step has one for each of its sessions.
-    tokens: Distribution
-    #: Seconds in which the engine computed each batch.
-    seconds: Distribution
-    #: Seconds from when each item of a batch was ready until its batch began.
-    waits: Distribution
+        return Distribution(tuple(self._bounds), tuple(self._counts), self._total)
 
 
 @frozen
 class BatchCounts:
-    """:class:`BatchStatistics` that grow."""
+    """:class:`BatchLoad` that grow."""
 
     tokens: Counts = field(factory=lambda: Counts(TOKENS))
     seconds: Counts = field(factory=lambda: Counts(SECONDS))
     waits: Counts = field(factory=lambda: Counts(SECONDS))
 
-    def snapshot(self) -> BatchStatistics:
-        return BatchStatistics(self.tokens.snapshot(), self.seconds.snapshot(), self.waits.snapshot())
+    def snapshot(self) -> BatchLoad:
+        return BatchLoad(self.tokens.snapshot(), self.seconds.snapshot(), self.waits.snapshot())
 
 
 @frozen
@@ -93,10 +62,12 @@ class SchedulerStatistics:
     items: int
     tokens: int
     #: The same by kind, with their sizes and times.
-    decode: BatchStatistics
-    prefill: BatchStatistics
+    decode: BatchLoad
+    prefill: BatchLoad
     #: For how long the batch under way has been running; 0.0 when none is.
     running_seconds: float
+    #: Seconds of the longest batch.
+    longest_seconds: float
 
 
 @frozen
@@ -117,4 +88,6 @@ class ShardStatistics:
     evictions: int
     #: Frames dropped because their route session is not known here.
     unroutable_frames: int
+    #: Whether it takes nobody new.
+    draining: bool
     steps: SchedulerStatistics

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable, Hashable
+from functools import partial
 from typing import Protocol
 
 import trio
@@ -19,9 +20,11 @@ from dgr.core.values import Key, StageIdentity
 from dgr.engine.base import FORK
 from dgr.errors import DgrError, WireError
 from dgr.protocol.states import EPOCH, EpochEvent, EpochState
+from dgr.stage.draining import DRAINING, Draining
 from dgr.stage.ledger import Lease, Ledger
 from dgr.stage.scheduler import Scheduler
 from dgr.stage.session import Origin, SessionActor, SessionReply, WorkFrame, no_copy
+from dgr.stage.tracing import TraceBuffer
 from dgr.wire import frames
 from dgr.wire.frames import Boundary, Miss, Refusal
 from dgr.wire.links import Link
@@ -45,9 +48,11 @@ class StageServices(Protocol):
     scheduler: Scheduler
     ledger: Ledger
     description: StageIdentity
+    traces: TraceBuffer
     idle_timeout: float
     #: Seconds a fence waits for its successor.
     fence_timeout: float
+    draining: Draining
 
     async def lease(
         self, owner: Hashable, wanted: Callable[[], bool], spared: SessionActor | None = None
@@ -275,6 +280,9 @@ class EpochSupervisor:
         key = frame.key
         if not self._admits(key, frame.seq):
             return False
+        if self._services.draining.is_on:
+            self._answer(frames.Refused(key, frame.seq, Refusal.DRAINING, DRAINING))
+            return False
         if key.session in self.sessions or key.session in self._opening:
             problem = f"session {key.session} is open already; close it first"
             self._answer(frames.Refused(key, frame.seq, Refusal.PROTOCOL, problem))
@@ -329,6 +337,7 @@ class EpochSupervisor:
             idle_timeout=self._services.idle_timeout,
             ring=self._stages,
             on_end=self._ended,
+            note=partial(self._services.traces.add, self.route),
             origin=origin,
         )
         self.sessions[key.session] = actor

@@ -10,14 +10,29 @@ New fields go last and with defaults; a new or changed member changes :data:`SCH
 
 from __future__ import annotations
 
-import hashlib
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta, Struct
 
-from dgr.core.scalars import TOP_MAX, U32, U63, Address, Digest, Name, RouteId, Text, TokenId, TokenIds
+from dgr.core.load import StageLoad
+from dgr.core.scalars import (
+    TOP_MAX,
+    U32,
+    U63,
+    Address,
+    Digest,
+    Name,
+    RouteId,
+    Seconds,
+    Text,
+    TokenId,
+    TokenIds,
+    TraceId,
+)
+from dgr.core.trace import RECORDS_MAX, WorkRecord
 from dgr.core.values import Expectation, Key, LogitsWanted, SamplingParams, StageIdentity, StateSummary, TopLogprob
+from dgr.wire.schema import schema_hash
 from dgr.wire.values import Miss, Refusal, Role
 
 __all__ = [
@@ -32,18 +47,23 @@ __all__ = [
     "Closed",
     "Credit",
     "Denied",
+    "Drain",
     "Fence",
     "Fenced",
     "Fork",
     "Frame",
     "Hello",
+    "LoadReport",
     "Logits",
     "Miss",
+    "Occupancy",
     "Open",
     "Opened",
     "Ping",
     "Pong",
+    "QueryLoad",
     "QueryState",
+    "QueryTrace",
     "Ready",
     "Refusal",
     "Refused",
@@ -52,6 +72,7 @@ __all__ = [
     "StateReport",
     "Token",
     "Tokens",
+    "TraceReport",
     "Welcome",
     "WorkSkipped",
     "decode",
@@ -59,7 +80,7 @@ __all__ = [
 ]
 
 #: Grows with every change of the union.
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 
 
 class _Message(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -122,6 +143,8 @@ class Tokens(_Message, frozen=True, tag=6):
     tokens: TokenIds
     logits: LogitsWanted
     sampling: SamplingParams | None
+    #: Every stage notes when it did what with this work; see :class:`QueryTrace`.
+    trace: TraceId | None = None
 
 
 class Fork(_Message, frozen=True, tag=10):
@@ -136,11 +159,35 @@ class Fork(_Message, frozen=True, tag=10):
     expect: Expectation
 
 
+class Drain(_Message, frozen=True, tag=13):
+    """Empty a stage before it is maintained (True), take that back (False), or ask alone (None). Answered with Occupancy.
+
+    A draining stage takes no new route sessions and no new sessions, and ends sessions without work for ``idle`` seconds.
+    """
+
+    draining: bool | None
+    idle: U32 = 10
+
+
+class QueryLoad(_Message, frozen=True, tag=11):
+    """Ask a stage how much it has to do. ``seq`` is the asker's own, and in the answer."""
+
+    seq: U63
+
+
+class QueryTrace(_Message, frozen=True, tag=12):
+    """Take what a stage noted of a route session's work frames that named a trace; it is told once."""
+
+    route: RouteId
+    seq: U63
+
+
 # --- stage to stage --------------------------------------------------------------------------------------------------
 
 
 class Boundary(_Message, frozen=True, tag=7):
-    """Work for the next stage. The payload is the residual: ``len(tokens) * width`` little-endian float32."""
+    """Work for the next stage. The payload is the residual: ``len(tokens)`` rows of the
+    stages' width, little-endian float32 or as the context's ``wire`` says."""
 
     key: Key
     seq: U63
@@ -149,6 +196,7 @@ class Boundary(_Message, frozen=True, tag=7):
     logits: LogitsWanted
     sampling: SamplingParams | None
     payload: U63
+    trace: TraceId | None = None
 
 
 class AwaitReady(_Message, frozen=True, tag=9):
@@ -264,6 +312,37 @@ class StateReport(_Message, frozen=True, tag=26):
     state: StateSummary
 
 
+class Occupancy(_Message, frozen=True, tag=29):
+    """The answer to Drain; and, unasked, what every control link hears when draining begins or is taken back."""
+
+    draining: bool
+    #: Route sessions whose epoch is admitted.
+    routes: U32
+    sessions: U32
+    #: Of these, those whose first answer is yet to come: they are being prefilled.
+    prefilling: U32
+    #: For how long the native batch under way has been computed, and what the longest one took.
+    batch_running_ms: U63
+    batch_longest_ms: U63
+
+
+class LoadReport(_Message, frozen=True, tag=27):
+    """The answer to :class:`QueryLoad`."""
+
+    seq: U63
+    load: StageLoad
+
+
+class TraceReport(_Message, frozen=True, tag=28):
+    """The answer to :class:`QueryTrace`: the oldest records, whether there are more, and how many were dropped since the last
+    report because nobody had asked for them in time."""
+
+    seq: U63
+    records: Annotated[tuple[WorkRecord, ...], Meta(max_length=RECORDS_MAX)]
+    more: bool
+    dropped: U63
+
+
 # --- every link ------------------------------------------------------------------------------------------------------
 
 
@@ -310,9 +389,10 @@ class Ping(_Message, frozen=True, tag=36):
 
 
 class Pong(_Message, frozen=True, tag=37):
-    """The answer to a Ping with this nonce."""
+    """The answer to a Ping with this nonce, and what the clock of whoever answers said."""
 
     nonce: U63
+    clock: Seconds = 0.0
 
 
 Frame = (
@@ -323,6 +403,9 @@ Frame = (
     | QueryState
     | Tokens
     | Fork
+    | Drain
+    | QueryLoad
+    | QueryTrace
     | Boundary
     | AwaitReady
     | Ready
@@ -337,6 +420,9 @@ Frame = (
     | Refused
     | WorkSkipped
     | StateReport
+    | Occupancy
+    | LoadReport
+    | TraceReport
     | Hello
     | Welcome
     | Denied
@@ -359,29 +445,5 @@ def decode(data: bytes | bytearray | memoryview) -> Frame:
     return _decoder.decode(data)
 
 
-def _describe(schema: Any) -> Any:
-    """A type as plain lists: names, order, tags, bounds and defaults, but no prose.
-
-    Docstrings stay out (and so does msgspec's own JSON schema, which has them): two hosts that differ in a comment, in
-    ``-OO`` or in how their Python indents docstrings still speak the same schema.
-    """
-    match schema:
-        case msgspec.inspect.StructType():
-            settings = [schema.cls.__name__, schema.tag, schema.array_like, schema.forbid_unknown_fields]
-            return [*settings, [[field.name, _describe(field.type), repr(field.default)] for field in schema.fields]]
-        case msgspec.inspect.EnumType():
-            return [schema.cls.__name__, [[member.name, member.value] for member in schema.cls]]
-        case msgspec.inspect.Type():
-            return [type(schema).__name__, _describe(msgspec.structs.asdict(schema))]
-        case dict():
-            return [[name, _describe(value)] for name, value in sorted(schema.items()) if value is not None]
-        case tuple():
-            return [_describe(item) for item in schema]
-        case _:
-            return repr(schema)
-
-
 #: Digest of the union's schema, compared at the handshake, hex.
-SCHEMA_HASH = hashlib.blake2b(
-    msgspec.json.encode(_describe(msgspec.inspect.type_info(Frame))), digest_size=16
-).hexdigest()
+SCHEMA_HASH = schema_hash(Frame)

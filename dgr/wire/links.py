@@ -20,26 +20,23 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import trio
 from attrs import frozen
 
 from dgr.errors import ClosedError, FrameError, LinkBroken, Overloaded
+from dgr.wire.clocks import ClockQuestions
 from dgr.wire.frames import Boundary, Credit, Frame, Logits, Ping, Pong
 from dgr.wire.framing import Framer, Limits, Received, encode
-from dgr.wire.memory import DirectTransport
+from dgr.wire.memory import MemoryTransport
 from dgr.wire.nurseries import open_nursery
 from dgr.wire.outbox import Outbox, Outgoing
+from dgr.wire.streams import packet_stream
 
 __all__ = ["Link", "LinkStatistics", "open_link"]
 
-#: Read size; larger reads are several times slower through TLS.
-_READ = 65536
-#: Largest fragment that is copied to be written together with its headers: one boundary of a decoded token. A write of its
-#: own for every header would cost a system call here, a packet on the wire and a wake-up on the other side.
-_JOINED = 65536
 #: Control messages that may wait for the writer; more is a flood and breaks the link.
 _CONTROL_QUEUE = 4096
 #: Payloads that may wait for room; more is a flood of our own and is refused.
@@ -72,10 +69,14 @@ class Link:
     def __init__(self, transport: trio.abc.Stream, limits: Limits, name: str, heartbeat: float | None) -> None:
         self.name = name
         self.limits = limits
+        #: What this side says when it is asked for the time.
+        self.clock: Callable[[], float] = trio.current_time
+        self.clock_questions = ClockQuestions()
         self._heartbeat = heartbeat
         self._transport = transport
         #: Where bytes go without a turn of the event loop for the writer. One with a heartbeat has to see each write.
-        self._direct = transport if heartbeat is None and isinstance(transport, DirectTransport) else None
+        self._direct = transport if heartbeat is None and isinstance(transport, MemoryTransport) else None
+        self._stream = packet_stream(transport)
         self._framer = Framer(limits)
         self._outbox = Outbox(limits)
         self._work = trio.Event()
@@ -122,6 +123,11 @@ class Link:
         self._outbox.credit = credit
         self._outbox.most_credit = credit or 0
         self._framer.allowance = granted
+
+    @property
+    def backlog(self) -> int:
+        """Control messages that wait to be written."""
+        return len(self._outbox.control)
 
     # --- sending ---
 
@@ -221,12 +227,12 @@ class Link:
     def _start_writing(self) -> None:
         """Write what waits, as far as the transport takes it at once; the writer does the rest."""
         if self._direct is not None and not self._writing_now and self._is_open:
-            while self._outbox and self._outbox.next_size() <= self._direct.send_room:
+            while self._outbox and self._direct.has_room:
                 head, body, outgoing = self._outbox.next_packet()
-                data = head if body is None else b"".join((head, body))
-                self._direct.send_nowait(data)
-                self._bytes_sent += len(data)
-                self._outbox.written(outgoing, len(data) - len(head))
+                self._direct.hand_over(head, body)
+                size = 0 if body is None else body.nbytes
+                self._bytes_sent += len(head) + size
+                self._outbox.written(outgoing, size)
         if self._outbox:
             self._work.set()
 
@@ -240,12 +246,7 @@ class Link:
         """Write a packet, or a message and its first fragment."""
         size = 0 if body is None else body.nbytes
         self._writing_now = True
-        if body is not None and size <= _JOINED:
-            await self._transport.send_all(b"".join((head, body)))
-        else:
-            await self._transport.send_all(head)
-            if body is not None:
-                await self._transport.send_all(body)
+        await self._stream.send(head, body)
         self._bytes_sent += len(head) + size
         self._writing_now = False
 
@@ -303,10 +304,12 @@ class Link:
                 self._take_credit(frame.bytes)
             case Ping():
                 if frame.nonce and self._is_open:
-                    self.send_nowait(Pong(frame.nonce))
+                    self.send_nowait(Pong(frame.nonce, self.clock()))
             case Pong() if frame.nonce == _KEEPALIVE:
                 if self._pinged is not None:
                     self._round_trip, self._pinged = trio.current_time() - self._pinged, None
+            case Pong() if self.clock_questions.answer(frame.nonce, frame.clock, self.clock()):
+                pass
             case _:
                 return False
         return True
@@ -331,10 +334,10 @@ class Link:
     async def _fill(self) -> None:
         """Read once."""
         patience = 0.0 if self._heartbeat is None else _SILENT_BEATS * self._heartbeat
-        data: bytes | bytearray | None = None
+        came: int | None = None
         try:
             with trio.move_on_after(patience) if patience else contextlib.nullcontext():
-                data = await self._transport.receive_some(_READ)
+                came = await self._stream.receive(self._framer, self._received.extend)
         except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
             if self._closed:
                 self._end = StopAsyncIteration()
@@ -343,21 +346,19 @@ class Link:
                 self._end = LinkBroken(f"link {self.name}: {self._broken}")
                 self._end.__cause__ = error
             return
-        if data is None:
+        if came is None:
             self._break(f"the other side was silent for {patience:g} s")
             self._end = LinkBroken(f"link {self.name}: {self._broken}")
             return
         self._heard = trio.current_time()
-        self._bytes_received += len(data)
-        if not data:
+        self._bytes_received += came
+        if not came:
             self._break("closed by the other side")
             if self._framer.pending:
                 self._end = LinkBroken(f"link {self.name}: cut inside a frame, {self._framer.pending} bytes held")
             else:
                 self._end = StopAsyncIteration()
             return
-        with contextlib.suppress(FrameError):  # kept in framer.error
-            self._received.extend(self._framer.receive(data))
         if self._framer.error is not None:
             self._end = self._framer.error
             self._break(f"the other side broke the protocol: {self._end}")

@@ -9,26 +9,23 @@ import contextlib
 import ipaddress
 import re
 import ssl
-import stat
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TypeAlias
 
 import trio
-from attrs import frozen
 
 from dgr.errors import DeadlineExceeded, InputError, LinkBroken
+from dgr.wire.credentials import Credentials
 
 __all__ = [
-    "Credentials",
     "Transport",
     "accept_tls",
-    "check_private_key",
     "dial",
     "is_loopback",
     "listen",
     "names_host",
     "parse_address",
+    "peer_expiry",
     "peer_names",
 ]
 
@@ -41,46 +38,6 @@ _READ = 65536
 _PORT = re.compile(r"[0-9]{1,5}")
 #: Characters of names; a resolver knows no others, and none of a URL or a second port.
 _NAME = re.compile(r"[A-Za-z0-9_.-]+")
-
-
-@frozen
-class Credentials:
-    """PEM files of one host: the private CA both sides trust, this host's certificate and its key."""
-
-    ca: Path
-    certificate: Path
-    key: Path
-
-    def context(self, *, server: bool) -> ssl.SSLContext:
-        """TLS 1.3 only, and a certificate from our CA demanded of the other side."""
-        purpose = ssl.PROTOCOL_TLS_SERVER if server else ssl.PROTOCOL_TLS_CLIENT
-        context = ssl.SSLContext(purpose)
-        context.minimum_version = ssl.TLSVersion.TLSv1_3
-        context.verify_mode = ssl.CERT_REQUIRED
-        context.hostname_checks_common_name = False  # a certificate is of the hosts it lists, never of its own title
-        check_private_key(self.key)
-        try:
-            context.load_verify_locations(self.ca)
-            # A key with a pass phrase is an error: OpenSSL would ask for it on the terminal.
-            context.load_cert_chain(self.certificate, self.key, password="")
-        except OSError as error:  # an SSLError is one
-            raise InputError(
-                f"cannot load TLS credentials {self.ca}, {self.certificate}, {self.key}: {error}; `dgr keys` makes a set"
-            ) from error
-        return context
-
-
-def check_private_key(key: Path) -> None:
-    """Refuse a private key that every user of this host may read or replace. Raises :class:`~dgr.errors.InputError`."""
-    try:
-        mode = stat.S_IMODE(key.stat().st_mode)
-    except OSError:
-        return  # loading it says why
-    if mode & 0o007:
-        raise InputError(
-            f"{key}: mode {mode:04o} lets every user of this host use the private key; run chmod 600 on it, and make another"
-            " one (`dgr keys`) where others may have read it"
-        )
 
 
 def parse_address(text: str) -> tuple[str, int]:
@@ -142,14 +99,16 @@ def check_plain(host: str, credentials: Credentials | None, allow_plain: bool) -
 
 async def listen(
     address: str, *, credentials: Credentials | None, allow_plain: bool = False
-) -> tuple[list[trio.SocketListener], ssl.SSLContext | None]:
+) -> list[trio.SocketListener]:
     """Bind ``HOST:PORT``: every address that the name has, or for port 0 (any free one) its first address alone.
 
-    Two addresses would have two free ports, and there is one to tell.
+    Two addresses would have two free ports, and there is one to tell. Raises :class:`InputError`, for credentials that
+    cannot be used too.
     """
     host, port = parse_address(address)
     check_plain(host, credentials, allow_plain)
-    context = None if credentials is None else credentials.context(server=True)
+    if credentials is not None:
+        credentials.context(server=True)
     try:
         listeners = await trio.open_tcp_listeners(port, host=host)
     except OSError as error:
@@ -158,7 +117,7 @@ async def listen(
         for listener in listeners[1:]:
             await listener.aclose()
         del listeners[1:]
-    return listeners, context
+    return listeners
 
 
 async def accept_tls(stream: trio.SocketStream, context: ssl.SSLContext | None, seconds: float) -> Transport:
@@ -245,6 +204,14 @@ def peer_names(stream: Transport) -> frozenset[str] | None:
         return None
     certificate: Mapping[str, tuple[tuple[str, str], ...]] = stream.getpeercert() or {}
     return frozenset(value for _kind, value in certificate.get("subjectAltName", ()))
+
+
+def peer_expiry(stream: Transport) -> float | None:
+    """When the other side's certificate ends, seconds since 1970; None over plain TCP."""
+    if not isinstance(stream, trio.SSLStream):
+        return None
+    certificate: Mapping[str, object] = stream.getpeercert() or {}
+    return float(ssl.cert_time_to_seconds(str(certificate["notAfter"]))) if "notAfter" in certificate else None
 
 
 def names_host(names: frozenset[str], host: str) -> bool:

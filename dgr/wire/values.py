@@ -41,6 +41,8 @@ class Refusal(enum.IntEnum):
     SUCCESSOR = 4
     #: The request makes no sense in this state.
     PROTOCOL = 5
+    #: The stage is being drained and takes nobody new.
+    DRAINING = 6
 
 
 class Role(enum.IntEnum):

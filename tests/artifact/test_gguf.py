@@ -183,7 +183,22 @@ BAD_FILES: dict[str, tuple[Callable[[Build], bytes], str]] = {
     "five dimensions": (lambda b: b((), [("t", (1,) * 5, F32, 0)], bytes(64)), "has 5 dimensions"),
     "zero dimension": (lambda b: b((), [("t", (4, 0), F32, 0)], bytes(64)), "[4, 0]"),
     "overflow": (lambda b: b((), [("t", (1 << 32, 1 << 31), F32, 0)], bytes(64)), "overflows 64 bits"),
-    "tensor type": (lambda b: b((), [("t", (4,), 4, 0)], bytes(64)), "unknown ggml type 4"),
+    "tensor type": (
+        lambda b: b((), [("t", (4,), 43, 0)], bytes(64)),
+        "has the unknown ggml type 43; use a file of stock",
+    ),
+    "removed type": (
+        lambda b: b((), [("t", (4,), 31, 0)], bytes(64)),
+        "the ggml type 31 (q4_0_4_4), which llama.cpp has removed; use a file of stock types (MXFP4, Q8_0,",
+    ),
+    "a fork's type": (
+        lambda b: b((), [("t", (4,), 144, 0)], bytes(64)),
+        "the ggml type 144, of which only ik_llama.cpp knows; use a file of stock types (MXFP4, Q8_0,",
+    ),
+    "another fork's type": (  # 129 bytes for 128 values, where ours has 18 bytes for 64
+        lambda b: b((), [("t", (128, 2), int(GgmlType.Q2_0), 0), ("u", (4,), F32, 288)], bytes(320)),
+        "type 42 is q2_0 here, and F8_E4M3_B128 in files for some forks: such a file cannot be read; use one of stock",
+    ),
     "partial block": (lambda b: b((), [("t", (33,), int(GgmlType.Q8_0), 0)], bytes(64)), "rows of 33 values"),
     "misaligned": (lambda b: b((), [("t", (4,), F32, 8)], bytes(64)), "offset 8, not a multiple of 32"),
     "gap": (lambda b: b((), [("t", (4,), F32, 32)], bytes(64)), "offset 32, but the table implies 0"),

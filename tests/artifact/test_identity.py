@@ -6,6 +6,7 @@ import hashlib
 import os
 import re
 import shutil
+import threading
 import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -292,6 +293,63 @@ def test_stages_that_start_together_read_the_weights_once(old: Path, reads: list
         found = list(pool.map(lambda _: Artifact.open(old).identity, range(4)))
     assert len(set(found)) == 1
     assert len(reads) == len(set(reads))
+
+
+def test_whoever_waits_sees_how_far_the_reading_is(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second reader reads nothing, and its own bar moves while the first one reads."""
+    monkeypatch.setattr(digests, "_NOTE_EVERY", 0.0)
+    reader, ours, theirs = digests._digest_one, [], []
+    half_way, seen = threading.Event(), threading.Event()
+
+    def slow(fd: int, path: Path, tensor: TensorInfo, meter: digests._Meter) -> str:
+        found = reader(fd, path, tensor, meter)
+        ours.append(tensor.name)
+        if len(ours) >= 20:
+            half_way.set()
+            assert seen.wait(30)
+        return found
+
+    def watch(done: int, total: int) -> None:
+        theirs.append(done / total)
+        seen.set()
+
+    monkeypatch.setattr(digests, "_digest_one", slow)
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(Artifact.open(old).manifest)
+        assert half_way.wait(30)
+        second = pool.submit(Artifact.open(old).manifest, watch)
+        assert first.result() == second.result()
+    assert len(ours) == len(set(ours))
+    assert 0 < theirs[0] < 1
+    assert theirs[-1] == 1
+
+
+@pytest.mark.parametrize("note", [b"", b"5", b"x y", b"-1 5", b"7 5", b"5 0", b"\xff" * 48, b"1 2 3"])
+def test_a_note_that_says_nothing_moves_no_bar(note: bytes) -> None:
+    seen: list[tuple[int, int]] = []
+    digests._Meter(100, lambda done, total: seen.append((done, total))).watch(note)
+    assert seen == []
+
+
+def test_a_large_file_that_was_just_changed_is_waited_for(
+    old: Path, reads: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A moment is less than what reading it again at every start takes."""
+    waits: list[float] = []
+    now = old.stat().st_ctime + 0.5
+
+    def sleep(seconds: float) -> None:
+        waits.append(seconds)
+        monkeypatch.setattr(digests, "_now", lambda: now + seconds + 0.001)
+
+    monkeypatch.setattr(digests, "_COSTLY", 1000)
+    monkeypatch.setattr(digests, "_sleep", sleep)
+    monkeypatch.setattr(digests, "_now", lambda: now)
+    first = Artifact.open(old).identity
+    assert waits == [pytest.approx(digests._SETTLED - 0.5)]
+    n_reads = len(reads)
+    assert Artifact.open(old).identity == first
+    assert len(reads) == n_reads
 
 
 def test_progress_counts_every_byte_once(old: Path) -> None:

@@ -25,6 +25,7 @@ COMMANDS = (
     "overhead",
     "hops",
     "sessions",
+    "plan",
     "widths",
 )
 

@@ -15,18 +15,19 @@ from typing import Any
 
 import pytest
 import trio
-from attrs import frozen
 from cli.commands import Stage
 from narrow import present
 
 import dgr.cli.up
 from dgr.cli.children import python_module
 from dgr.cli.command_line import _parser
-from dgr.cli.up import _keep, stage_command
+from dgr.cli.up import stage_command
 from dgr.cluster.connect import LinkPolicy
+from dgr.cluster.keeper import Keeper
 from dgr.cluster.route_file import RouteFile
+from dgr.cluster.upkeep import Patience
 from dgr.core.route import LayerRange, Route, StageRef
-from dgr.wire.tcp import Credentials
+from dgr.wire.credentials import Credentials
 
 REF = StageRef("127.0.0.1:7701", LayerRange(0, 7))
 
@@ -92,31 +93,24 @@ def _free_port() -> int:
 # --- starting again ---
 
 
-@frozen
-class Supervised:
-    """What a stage did each time it was started: its exit codes, in order; then it runs for good."""
-
-    codes: list[int]
-    events: list[tuple[str, dict[str, Any]]]
-
-    async def run(self, *_: object) -> int:
-        if not self.codes:
-            await trio.sleep_forever()
-        return self.codes.pop(0)
-
-    def report(self, _ref: StageRef, event: str, **facts: object) -> None:
-        self.events.append((event, facts))
-
-
 async def _supervise(
     codes: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> tuple[bool, list[tuple[str, dict[str, Any]]]]:
-    """Whether the supervisor gave the stage up, and what it told."""
-    stage = Supervised(list(codes), [])
-    monkeypatch.setattr(dgr.cli.up, "_run_once", stage.run)
+    """What becomes of a stage that ends with these codes and then runs for good: whether it was given up, what was told."""
+    left, events = list(codes), []
+
+    async def run_once(_keeper: Keeper, _began: list[float]) -> int:
+        if not left:
+            await trio.sleep_forever()
+        return left.pop(0)
+
+    def report(ref: StageRef, event: str, **facts: object) -> None:
+        events.append((event, facts))
+
+    monkeypatch.setattr(Keeper, "_run_once", run_once)
     with trio.move_on_after(1000) as patience:
-        await _keep(REF, [], stage.report)
-    return not patience.cancelled_caught, stage.events
+        await Keeper(REF, [], LinkPolicy(), Patience(), report).run()
+    return not patience.cancelled_caught, events
 
 
 async def test_arguments_refused_at_the_first_start_are_final(
@@ -139,14 +133,15 @@ async def test_later_a_refusal_is_a_state_of_the_machine(
 
 
 async def test_a_process_that_cannot_be_started_now_is_started_later(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def none_left(*_: object, **__: object) -> None:
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
     monkeypatch.setattr(trio.lowlevel, "open_process", none_left)
-    assert await dgr.cli.up._run_once(REF, ["x"], lambda *_: None) == 1
-    assert "stage 127.0.0.1:7701 cannot be started: [Errno 11]" in capsys.readouterr().err
+    keeper = Keeper(REF, ["x"], LinkPolicy(), Patience(), lambda *_, **__: None)
+    assert await keeper._run_once([]) == 1
+    assert "stage 127.0.0.1:7701 cannot be started: [Errno 11]" in caplog.text
 
 
 @pytest.mark.slow

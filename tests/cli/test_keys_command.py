@@ -16,7 +16,8 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from dgr.cli import keys
 from dgr.errors import InputError
 from dgr.testing.limits import limited_files
-from dgr.wire.tcp import Credentials, parse_address
+from dgr.wire.credentials import Credentials
+from dgr.wire.tcp import parse_address
 
 
 def certificate(path: Path) -> x509.Certificate:

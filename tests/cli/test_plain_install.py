@@ -65,15 +65,17 @@ print(needs)
 """
 
 
-#: What the extra ``http`` brings, ``metrics`` among it, for the three folders that may need it.
+#: What the extra ``http`` brings, ``metrics`` among it, for the four folders that may need it.
 HTTP = {"anycorn", "deepseek_recipe", "prometheus_client", "starlette"}
 
 
-def test_every_module_is_imported_but_those_of_the_http_extra() -> None:
+def test_every_module_is_imported_but_those_of_an_extra() -> None:
     done = run_plainly(IMPORT_ALL)
     assert done.stderr == ""
     needs = ast.literal_eval(done.stdout)
-    folders = ("dgr.serving.api.", "dgr.serving.http.", "dgr.serving.monitor.")
+    folders = ("dgr.serving.api.", "dgr.serving.http.", "dgr.serving.metrics.", "dgr.serving.monitor.")
+    assert needs.pop("dgr.serving.tracing.otel") == "opentelemetry"
+    assert {needs.pop("dgr.cli.ray_actor"), needs.pop("dgr.cli.ray_up")} == {"ray"}
     assert all(module.startswith(folders) and needed in HTTP for module, needed in needs.items()), needs
 
 

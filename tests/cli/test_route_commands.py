@@ -1,5 +1,5 @@
-"""Commands over a route of stages in processes of their own: `dgr generate --route` and `dgr doctor`, and what they say
-when something is wrong."""
+"""Commands over a route of stages in processes of their own: `dgr generate --route`, `dgr trace` and `dgr doctor`, and what
+they say when something is wrong."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 from attrs import evolve, frozen
 from cli.commands import Result, Stage
 from fixture_types import Model
+from serving.tracing.perfetto_files import faults, processes
 
 from dgr.artifact.artifact import Artifact
 from dgr.cli import generate
@@ -85,6 +86,70 @@ def test_generate_prints_tokens_and_figures(
     assert f"stage {cluster.head.address} layers 0:3" in result.out
     assert "8 tokens" in result.out
     assert "ended by length" in result.out
+
+
+# --- trace ---
+
+SECRET = "xyzzy plugh: a word for every token"
+
+
+def accounted(result: Result, n_tokens: int) -> dict[str, Any]:
+    """What `dgr trace --json` tells, whose parts must be the whole."""
+    assert result.code == 0, result.err
+    told = result.json()
+    decode = told["decode"]
+    assert (decode["frames"], decode["incomplete"], told["prefill"]["incomplete"]) == (n_tokens - 1, 0, 0)
+    parts = sum(sum(one.values()) for one in decode["parts"].values())
+    assert parts == pytest.approx(decode["measured"], rel=1e-6)
+    assert abs(decode["unexplained"]) < 1e-6
+    assert all(clock["problem"] is None and 0 < clock["error"] < 1 for clock in told["clocks"])
+    return told
+
+
+def test_trace_accounts_for_every_moment_over_stages_with_clocks_of_their_own(
+    run: Callable[..., Result], cluster: Cluster, route_file: Callable[..., Path], tmp_path: Path
+) -> None:
+    path, out = route_file(cluster.refs, model=cluster.model), tmp_path / "trace.json"
+    words = ("trace", "--route", path, "--prompt", SECRET, "-n", 9, "--ignore-eos", "--chunk", 8)
+    told = accounted(run(*words, "--json", "-o", out), 9)
+    assert told["out"] == str(out)
+    assert list(told["decode"]["parts"]) == [cluster.head.address, cluster.tail.address, "client"]
+    for stage in (cluster.head, cluster.tail):
+        parts = told["decode"]["parts"][stage.address]
+        assert parts["compute"] > 0
+        assert set(parts) == {"wire", "queue", "wait", "compute", "result"}
+    # Clocks begin anywhere: these processes and this one.
+    offsets = [clock["offset"] for clock in told["clocks"]]
+    assert all(abs(one) > 1 for one in offsets)
+    assert abs(offsets[0] - offsets[1]) > 1
+    file = json.loads(out.read_bytes())
+    assert faults(file) == []
+    assert len(processes(file)) == 3
+    assert SECRET not in out.read_text()
+    assert told["trace"] == file["otherData"]["trace"]
+
+
+def test_trace_prints_tables(run: Callable[..., Result], cluster: Cluster) -> None:
+    result = run("trace", "--model", cluster.model, "--split", "0:3,3:7", *PROMPT, "--ctx", 256, "--ignore-eos")
+    assert result.code == 0, result.err
+    heads = [line.split() for line in result.out.splitlines() if line.startswith("WHERE")]
+    assert heads == 2 * [["WHERE", "LAYERS", "WIRE", "QUEUE", "WAIT", "COMPUTE", "RESULT", "CLIENT", "SUM", "SHARE"]]
+    shares = [line.split()[-1] for line in result.out.splitlines() if line.startswith("all")]
+    assert shares == ["100.0%", "100.0%"]
+    assert "unexplained: 0.000 ms a token (0.0%)" in result.out
+    assert "its clock is" in result.out
+
+
+def test_trace_refuses_a_route_beside_a_split(
+    run: Callable[..., Result], cluster: Cluster, route_file: Callable[..., Path]
+) -> None:
+    result = run("trace", "--route", route_file(cluster.refs), "--split", "0:7", *PROMPT)
+    assert (result.code, "give one of them" in result.err) == (2, True)
+    result = run("trace", *PROMPT)
+    assert (result.code, "give --model GGUF, or --route TOML" in result.err) == (2, True)
+
+
+# --- generate, once more ---
 
 
 def test_generate_takes_the_vocabulary_from_the_flag(
@@ -342,3 +407,39 @@ def test_json_is_one_line(run: Callable[..., Result], cluster: Cluster, route_fi
     result = healthy(run, route_file(cluster.refs))
     assert len(result.out.splitlines()) == 1
     assert json.loads(result.out)["healthy"] is True
+
+
+# --- draining ---
+
+
+def test_drain_empties_a_stage_and_takes_it_back(
+    run: Callable[..., Result], cluster: Cluster, route_file: Callable[..., Path]
+) -> None:
+    address = cluster.head.ref.address
+    result = run("drain", address)
+    assert (result.code, result.out) == (0, f"stage {address} is drained: no session is left\n")
+    try:
+        found = problem(run, route_file(cluster.refs))
+        assert "this stage is being drained" in found["what"]
+    finally:
+        result = run("drain", address, "--undo", "--json")
+    assert (result.code, json.loads(result.out)) == (
+        0,
+        {"stage": address, "draining": False, "routes": 0, "sessions": 0},
+    )
+    healthy(run, route_file(cluster.refs))
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "said"),
+    [
+        (("127.0.0.1:9",), 1, "cannot connect to 127.0.0.1:9"),
+        (("127.0.0.1:9", "--timeout", "nan"), 2, "--timeout is nan seconds"),
+        (("127.0.0.1:9", "--idle", "-1"), 2, "--idle is -1 seconds"),
+        (("10.0.0.1",), 2, "is not HOST:PORT"),
+        (("10.0.0.1:7701",), 2, "not a loopback address and no TLS credentials"),
+    ],
+)
+def test_what_drain_refuses(flags: tuple[str, ...], code: int, said: str, run: Callable[..., Result]) -> None:
+    result = run("drain", *flags)
+    assert (result.code, said in result.err) == (code, True)

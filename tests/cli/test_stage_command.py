@@ -25,9 +25,10 @@ from dgr.cli import main
 from dgr.cli.options import add_link_arguments, link_policy_of
 from dgr.cli.up import stage_command
 from dgr.cluster.connect import LinkPolicy
+from dgr.cluster.keeper import Keeper
 from dgr.cluster.route_file import read_route_file
 from dgr.core.route import LayerRange, StageRef
-from dgr.wire.tcp import Credentials
+from dgr.wire.credentials import Credentials
 
 LISTEN = ("--listen", "127.0.0.1:0")
 
@@ -40,7 +41,7 @@ def nothing_serves(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("it was not refused")
 
     monkeypatch.setattr(dgr.cli.stage, "_until_told", serve)
-    monkeypatch.setattr(dgr.cli.up, "_run_once", serve)
+    monkeypatch.setattr(Keeper, "_run_once", serve)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.1", "[::]", "stage-a.lan"])
@@ -92,6 +93,7 @@ def _program(arguments: list[str]) -> subprocess.Popen[bytes]:
         (("--layers", "0:7", *LISTEN, "--metrics", "9701"), "address '9701' is not HOST:PORT"),
         (("--layers", "0:7", *LISTEN, "--ttl", "0"), "--ttl is 0"),
         (("--layers", "0:7", *LISTEN, "--ttl", "nan"), "--ttl is nan"),
+        (("--layers", "0:7", *LISTEN, "--drain", "nan"), "--drain is nan"),
         (("--layers", "0:7", *LISTEN, "--numerics", "rough"), "invalid choice: 'rough'"),
         (("--layers", "0:7"), "the following arguments are required: --listen"),
         ((*LISTEN,), "the following arguments are required: --layers"),
@@ -125,6 +127,7 @@ def test_a_ready_stage_says_what_it_is(stages: Callable[..., list[Stage]], small
     assert isinstance(stage, Stage)
     assert set(stage.line) == {
         "address", "layers", "artifact", "kernel_fingerprint", "devices", "weights_bytes", "state_bytes", "compute_bytes",
+        "device_bytes", "graph_splits",
     }  # fmt: skip
     assert stage.line["artifact"] == Artifact.open(small).identity
     assert all(device.startswith("CPU") for device in stage.line["devices"])  # exact numerics, the default
@@ -188,6 +191,9 @@ FAR = '[[stage]]\naddress = "192.0.2.1:7701"\nlayers = "0:7"\n'
         (STAGE, ("--model", "SMALL", "--heartbeat", "0"), "--heartbeat is 0 seconds"),
         (STAGE, ("--model", "SMALL", "--tls-ca", "x"), "--tls-ca, --tls-cert and --tls-key go together"),
         (STAGE, ("--model", "SMALL", "--threads", "0"), "--threads is 0"),
+        (STAGE, ("--model", "SMALL", "--frozen-after", "0"), "--frozen-after is 0 seconds"),
+        (STAGE, ("--model", "SMALL", "--settle", "nan"), "--settle is nan seconds"),
+        (STAGE, ("--model", "SMALL", "--out", "live.toml"), "--out goes with --ray"),
         (f'{STAGE}metrics = "9701"', ("--model", "SMALL"), "metrics: address '9701' is not HOST:PORT"),
         (f'{STAGE}metrics = "127.0.0.1:0"', ("--model", "SMALL"), "give a port that a scraper can be told of, not 0"),
     ],
@@ -201,11 +207,32 @@ def test_what_up_refuses(
     assert result.out == ""
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            ("--only", "127.0.0.1:7701", "--out", "live.toml"),
+            "--only names stages of this host, --ray places all of them",
+        ),
+        ((), "--ray needs --out ROUTE.toml"),
+        (("--out", "live.toml"), "install dgr with its extra `ray` (pip install 'dgr[ray]')"),
+    ],
+)
+def test_what_up_refuses_of_ray(
+    flags: tuple[str, ...], message: str, run: Callable[..., Result], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    present = "install" not in message
+    monkeypatch.setattr("dgr.cli.options._lacks", lambda name: not present)
+    result = run("up", _route(tmp_path, STAGE), "--ray", "127.0.0.1:1", *flags)
+    assert result.code == 2
+    assert message in result.err
+
+
 def test_up_gives_every_stage_what_the_route_says(small: Path, tmp_path: Path) -> None:
     path = _route(
         tmp_path,
         '[context]\nn_ctx = 512\nn_batch = 64\nn_ubatch = 32\nn_seq_max = 2\ntype_k = "f32"\nflash_attn = false\n'
-        f'numerics = "native"\n{STAGE}metrics = "127.0.0.1:9701"\n',
+        f'numerics = "native"\n{STAGE}metrics = "127.0.0.1:9701"\ndevice = "CUDA0,CUDA1"\ngpu_layers = 5\n',
     )
     file = read_route_file(path)
     credentials = Credentials(Path("ca.pem"), Path("a.pem"), Path("a.key"))
@@ -217,7 +244,7 @@ def test_up_gives_every_stage_what_the_route_says(small: Path, tmp_path: Path) -
         f"stage {small} --layers=0:7 --listen=127.0.0.1:7701 --threads=3 --sessions=2 --ctx=512 --batch=64 --ubatch=32"
         f" --type-k=f32 --numerics=native --flash-attn=off --tls-ca={here}/ca.pem --tls-cert={here}/a.pem"
         f" --tls-key={here}/a.key --heartbeat=0.5 --log=debug --log-format=json"
-        " --metrics=127.0.0.1:9701 --allow-plain --json --until-stdin-closes"
+        " --metrics=127.0.0.1:9701 --device=CUDA0,CUDA1 --gpu-layers=5 --allow-plain --json --until-stdin-closes"
     )
 
 

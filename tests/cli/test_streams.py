@@ -53,10 +53,13 @@ COMMANDS: dict[str, tuple[int, Command]] = {
     "generate": (0, lambda m, f: ["generate", "--model", m, "--prompt", "fox é漢", "-n", 4, *CONTEXT]),
     "logits": (0, lambda m, f: ["logits", "--model", m, "--tokens", _tokens(f), "--out", f / "o.f32", *CONTEXT]),
     "plan": (0, lambda m, f: ["plan", m, "--stages", 2, "--ctx", 256]),
+    "benchmark": (0, lambda m, f: ["benchmark", m, "--ubatch", 32, "--sequences", 1, "--depth", 1]),
     "slice": (0, lambda m, f: ["slice", m, "--layers", "0:3", "-o", f / "slice.gguf"]),
     "stage": (0, lambda m, f: ["stage", m, "--layers", "0:7", "--listen", "127.0.0.1:0", "--until-stdin-closes", *CONTEXT]),
     "serve": (0, lambda m, f: ["serve", "--model", m, "--listen", "127.0.0.1:0", "--until-stdin-closes", *CONTEXT]),
     "up": (2, lambda m, f: ["up", _route(f), "--model", m, "--only", "127.0.0.1:2"]),
+    "drain": (1, lambda m, f: ["drain", "127.0.0.1:1"]),
+    "trace": (0, lambda m, f: ["trace", "--model", m, "--prompt", "x", "-n", 2, "--ignore-eos", *CONTEXT]),
     "top": (1, lambda m, f: ["top", "http://127.0.0.1:1", "--once", "--every", 0.1]),
     "doctor": (1, lambda m, f: ["doctor", "--route", _route(f)]),
     "keys": (0, lambda m, f: ["keys", "127.0.0.1", "--out", f / "keys"]),
@@ -64,9 +67,11 @@ COMMANDS: dict[str, tuple[int, Command]] = {
     "fixture": (0, lambda m, f: ["fixture", f / "new.gguf", "--preset", "min", "--layers", 1]),
     "selftest": (0, lambda m, f: ["selftest", "numerics", "--if-missing"]),
 }  # fmt: skip
+#: Of these, those that end here before they have anything to print.
+SILENT = "up", "drain"
 EVERY = pytest.mark.parametrize("name", COMMANDS)
 #: Of the commands above those that print something for whoever reads their standard output.
-PRINTING = pytest.mark.parametrize("name", [name for name in COMMANDS if name != "up"])
+PRINTING = pytest.mark.parametrize("name", [name for name in COMMANDS if name not in SILENT])
 
 
 def test_every_command_is_here() -> None:
@@ -97,7 +102,7 @@ def test_a_closed_stream_changes_no_exit_code(name: str, closed: tuple[int, ...]
     code, command = COMMANDS[name]
     result = forked(command(small, tmp_path), out=tmp_path, closed=closed)
     assert result.code == code
-    if 1 not in closed and name != "up":
+    if 1 not in closed and name not in SILENT:
         assert result.out
         assert b"error" not in result.out
 
@@ -203,7 +208,7 @@ def test_json_is_ascii_and_valid_whatever_the_name(name: str, odd: Path, tmp_pat
     code, command = COMMANDS[name]
     result = forked([*command(odd, odd.parent), "--json"], out=tmp_path, encoding="ascii")
     assert result.code == code
-    if name != "up":
+    if name not in SILENT:
         assert isinstance(msgspec.json.decode(result.out), dict)
         assert result.out.isascii()
 
@@ -458,7 +463,7 @@ def test_an_exit_code_says_whose_act_it_was(error: DgrError | OSError, code: int
 
 
 @pytest.mark.parametrize("content", [None, b"", b"GGUF", b"no model", "folder"])
-@pytest.mark.parametrize("name", ["generate", "logits", "plan", "slice", "stage", "up", "inspect"])
+@pytest.mark.parametrize("name", ["generate", "logits", "trace", "plan", "slice", "stage", "up", "inspect"])
 def test_a_missing_or_damaged_model_is_bad_input(
     name: str, content: bytes | str | None, run: Callable[..., Result], tmp_path: Path
 ) -> None:

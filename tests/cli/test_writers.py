@@ -24,6 +24,7 @@ from fixture_types import Model
 import dgr.cli.fixture
 import dgr.cli.logits
 import dgr.cli.plan
+import dgr.cli.trace
 from dgr.artifact.artifact import Artifact
 from dgr.errors import WireError
 from dgr.testing.limits import limited_files
@@ -47,6 +48,7 @@ WRITERS = {
     "slice": Writer(("slice", "MODEL", "--layers", "1:3", "-o", "OUT")),
     "manifest": Writer(("inspect", "MODEL", "--identity", "--manifest", "OUT")),
     "plan": Writer(("plan", "MODEL", "--stages", "2", "--ctx", "64", "-o", "OUT")),
+    "trace": Writer(("trace", "--model", "MODEL", "--ctx", "256", "--prompt", "x", "-n", "1", "-o", "OUT")),
     "fixture": Writer(("fixture", "OUT", "--preset", "min", "--layers", "1"), streams=False),
 }
 #: What costs: it must not have begun when a place is refused.
@@ -55,6 +57,7 @@ WORK = {
     "slice": (Artifact, "manifest"),
     "manifest": (Artifact, "read_manifest"),
     "plan": (dgr.cli.plan, "estimate_memory"),
+    "trace": (dgr.cli.trace, "open_either"),
     "fixture": (dgr.cli.fixture, "write_fixture"),
 }
 STREAMS = [name for name, writer in WRITERS.items() if writer.streams]
@@ -72,6 +75,12 @@ def words(model: Model, tmp_path_factory: pytest.TempPathFactory) -> Callable[..
         return [facts.get(word, word) for word in WRITERS[name].words]
 
     return line
+
+
+@pytest.fixture(autouse=True)
+def the_same_trace_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No two requests take the same time."""
+    monkeypatch.setattr(dgr.cli.trace, "perfetto_json", lambda _: b'{"traceEvents": []}' * 9)
 
 
 @pytest.fixture

@@ -28,10 +28,11 @@ from dgr.stage.shard import Shard, open_shard
 from dgr.testing.engines.fake import FakeEngine, FakeModel
 from dgr.testing.waits import until
 from dgr.wire import frames
+from dgr.wire.credentials import Credentials
 from dgr.wire.frames import Denied, Hello, Role, Welcome
 from dgr.wire.handshake import HANDSHAKE_LIMITS, exchange_preamble
 from dgr.wire.links import Link, open_link
-from dgr.wire.tcp import Credentials, Transport, listen, parse_address
+from dgr.wire.tcp import Transport, listen, parse_address
 
 MODEL = FakeModel()
 CONTEXT = ContextParams(n_ctx=96, n_batch=16, n_ubatch=8, n_seq_max=3)
@@ -132,7 +133,7 @@ class Hosts:
         *,
         task_status: trio.TaskStatus[Host],
     ) -> None:
-        listeners, tls = await listen(address, credentials=policy.credentials, allow_plain=policy.allow_plain)
+        listeners = await listen(address, credentials=policy.credentials, allow_plain=policy.allow_plain)
         if room is not None:  # accepted sockets inherit it
             listeners[0].socket.setsockopt(trio.socket.SOL_SOCKET, trio.socket.SO_SNDBUF, room)
         name, port = listeners[0].socket.getsockname()[:2]
@@ -143,7 +144,7 @@ class Hosts:
             try:
                 with host.scope:
                     async with trio.open_nursery() as nursery:
-                        await nursery.start(server.serve, shard, listeners, tls)
+                        await nursery.start(server.serve, shard, listeners)
                         task_status.started(host)
             finally:
                 self.running.remove(host)
@@ -302,6 +303,11 @@ def client(name: str = "a client", wants: tuple[str, ...] = ("decode",)) -> Hell
 
 def stage(name: str, split: str = "0:2", **changes: Any) -> Hello:
     return Hello(Role.STAGE, name, identity(split, **changes))
+
+
+def is_pong(frame: frames.Frame, nonce: int) -> bool:
+    """Whether a frame answers a Ping; each says another time."""
+    return isinstance(frame, frames.Pong) and frame.nonce == nonce
 
 
 async def read_to_end(stream: trio.abc.ReceiveStream) -> bytes:

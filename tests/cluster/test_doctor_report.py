@@ -20,8 +20,8 @@ from dgr.cluster.diagnosis import own_findings
 from dgr.cluster.route_file import RouteFile
 from dgr.core.route import LayerRange, Route, StageRef
 from dgr.errors import LinkBroken
+from dgr.wire.credentials import Credentials
 from dgr.wire.links import Link
-from dgr.wire.tcp import Credentials
 
 
 def file_of(route: Route) -> RouteFile:
@@ -118,6 +118,35 @@ async def test_an_examination_leaves_what_is_at_work_alone() -> None:
             assert [type(event).__name__ for event in seen(events)] == ["Prefilled"]
 
 
+# --- several stages of the same layers ---
+
+
+async def test_a_spare_that_is_of_no_use_is_spoken_of_and_no_problem(policy: LinkPolicy) -> None:
+    async with open_hosts(policy) as hosts:
+        head, tail = await hosts.start_all(TWO)
+        gone = StageRef("127.0.0.1:9", LayerRange(2, 6))
+        file = evolve(file_of(hosts.route([head, tail])), spares=(gone,))
+        report = await doctor.examine(file, hosts.policy)
+        assert report.problems == ()
+        assert report.fence_seconds is not None
+        (warning,) = report.warnings
+        assert warning.where == f"stage {gone.address}"
+        assert f"({tail.address} owns layers 2:6 too, and is well)" in warning.what
+        assert [stage.address for stage in report.stages] == [head.address, tail.address, gone.address]
+        await tail.kill()
+        report = await doctor.examine(file, hosts.policy)
+        assert [problem.where for problem in report.problems] == [f"stage {tail.address}", f"stage {gone.address}"]
+
+
+async def test_a_spare_in_the_place_of_a_stage_that_is_down_is_fenced(policy: LinkPolicy) -> None:
+    async with open_hosts(policy) as hosts:
+        head, tail = await hosts.start_all(TWO)
+        route = Route((StageRef("127.0.0.1:9", LayerRange(0, 2)), *hosts.route([head, tail]).stages[1:]))
+        report = await doctor.examine(evolve(file_of(route), spares=hosts.route([head]).stages), hosts.policy)
+        assert (report.problems, len(report.warnings)) == ((), 1)
+        assert report.fence_seconds is not None
+
+
 # --- certificates ---
 
 PAST, FUTURE, SOON, LONG = (-10, -1), (1, 90), (-10, 5), (-10, 90)
@@ -155,6 +184,18 @@ async def test_a_certificate_that_ends_soon_is_spoken_of_and_no_problem(authorit
             assert report.problems == ()
             assert [warning.where for warning in report.warnings] == ["this host"] * spoken_of
         assert all("expires on " in warning.what for warning in report.warnings)
+
+
+async def test_a_stages_certificate_that_ends_soon_is_spoken_of_too(authority: Authority) -> None:
+    async with open_hosts(authority.policy("127.0.0.1")) as hosts:
+        soon = LinkPolicy(credentials=authority.credentials("127.0.0.1", days=SOON), handshake=HANDSHAKE)
+        head, tail = await hosts.start("0:2"), await hosts.start("2:6", policy=soon)
+        report = await doctor.examine(file_of(hosts.route([head, tail])), hosts.policy)
+        assert report.problems == ()
+        (warning,) = report.warnings
+        assert (warning.where, "no restart" in warning.next_step) == (f"stage {tail.address}", True)
+        assert f"the certificate of stage {tail.address} expires on " in warning.what
+        assert present(report.stages[1].certificate_expiry) < present(report.stages[0].certificate_expiry)
 
 
 async def test_a_certificate_of_another_ca_than_its_own_is_told(authority: Authority, tmp_path: Path) -> None:

@@ -350,10 +350,12 @@ async def test_a_slow_stage_holds_back_its_sender(policy: LinkPolicy) -> None:
                 for _ in range(50):  # as much time for more as fifty exchanges with the head take
                     async with hosts.connector()(head.address) as (control, _):
                         control.send_nowait(Ping(7))
-                        assert (await anext(control)).frame == frames.Pong(7)
+                        answer = (await anext(control)).frame
+                        assert isinstance(answer, frames.Pong)
+                        assert answer.nonce == 7
                 assert head.engine.tokens_run == 36
                 assert (tail.engine.tokens_run, link._outbox.credit, link.statistics().bytes_queued) == (0, 0, 0)
-                (actor,) = tail.shard._actors()
+                (actor,) = tail.shard.actors()
                 assert actor._undone == 8
             assert answers == [reference(prompt, 4)]
         await hosts.assert_empty()

@@ -9,6 +9,7 @@ import pytest
 
 from dgr.cluster.route_file import RouteFile, format_route_file, read_route_file
 from dgr.core.route import LayerRange, Route, StageRef
+from dgr.engine.devices import Placement
 from dgr.errors import InvalidRoute
 
 STAGE = '[[stage]]\naddress = "10.0.0.1:7701"\nlayers = "0:22"\n'
@@ -36,6 +37,8 @@ address = "[::1]:7702"
 layers = "22:43"
 model = "slice.gguf"
 metrics = "[::1]:9702"
+device = "CUDA0, CUDA1"
+gpu_layers = 20
 """
 
 
@@ -55,6 +58,7 @@ def test_every_key_is_read_and_paths_are_relative_to_the_file(tmp_path: Path) ->
         tls=(tmp_path / "keys/ca.pem", tmp_path / "keys/client.pem", Path("/etc/dgr/client.key")),
         stage_models={"[::1]:7702": tmp_path / "slice.gguf"},
         stage_metrics={"[::1]:7702": "[::1]:9702"},
+        stage_devices={"[::1]:7702": Placement(("CUDA0", "CUDA1"), 20)},
     )  # fmt: skip
     assert read_route_file(path) == expected
 
@@ -74,9 +78,29 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     assert read_route_file(path) == file
 
 
+def test_another_stage_of_the_same_layers_is_a_spare_wherever_it_stands(tmp_path: Path) -> None:
+    path = tmp_path / "route.toml"
+    path.write_text(
+        "".join(
+            f'[[stage]]\naddress = "h:{port}"\nlayers = "{layers}"\nmetrics = "h:{port + 100}"\n'
+            for port, layers in ((1, "0:22"), (2, "22:43"), (3, "0:22"), (4, "22:43"), (5, "0:22"))
+        )
+    )
+    file = read_route_file(path)
+    assert [ref.address for ref in file.route.stages] == ["h:1", "h:2"]
+    assert [ref.address for ref in file.spares] == ["h:3", "h:4", "h:5"]
+    assert [ref.address for ref in file.stages] == ["h:1", "h:3", "h:5", "h:2", "h:4"]
+    assert file.stage_metrics["h:5"] == "h:105"
+    file.route.check(43)
+    path.write_text(format_route_file(file))
+    again = read_route_file(path)
+    assert (again.route, again.stages) == (file.route, file.stages)
+
+
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
+        (STAGE + STAGE, "[[stage]] 1: address '10.0.0.1:7701' is named twice"),
         ("", "names no [[stage]]"),
         ("stage = []", "names no [[stage]]"),
         ("[stage]\naddress = 'x'", "stage is {'address': 'x'}, but must be a list"),
@@ -95,6 +119,9 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
         (STAGE.replace("0:22", "22"), "[[stage]] 0: layer range '22' is not of the form A:B"),
         (STAGE + STAGE.replace("0:22", "9:9"), "[[stage]] 1: layer range 9:9 is empty"),
         (STAGE + "model = 7", "[[stage]] 0: model is 7, but must be a str"),
+        (STAGE + "device = 7", "[[stage]] 0: device is 7, but must be a str"),
+        (STAGE + "device = 'GPU 1'", "[[stage]] 0: device 'GPU 1' is no name like CUDA0"),
+        (STAGE + "gpu_layers = -1", "[[stage]] 0: gpu_layers is -1"),
         (STAGE + "[context]\nn_ctx = 8192.0", "[context]: n_ctx is 8192.0, but must be a int"),
         (STAGE + "[context]\nn_batch = true", "[context]: n_batch is True, but must be a int"),
         (STAGE + "[context]\nn_ubatch = '512'", "[context]: n_ubatch is '512', but must be a int"),

@@ -26,11 +26,11 @@ from dgr.cluster.connect import LinkPolicy, RemoteConnector
 from dgr.cluster.doctor import examine
 from dgr.cluster.route_file import format_route_file
 from dgr.core.route import LayerRange, Route, StageRef
-from dgr.errors import DeadlineExceeded
+from dgr.errors import DeadlineExceeded, StageDraining
 from dgr.testing.network.processes import START, Program, free_ports, is_gone, open_program, open_up, write_route
 from dgr.testing.network.proxy import open_proxies
 from dgr.testing.waits import until
-from dgr.wire.tcp import Credentials
+from dgr.wire.credentials import Credentials
 
 SPLIT = "0:2", "2:5", "5:7"
 CONTEXT: dict[str, Any] = {"n_ctx": 512, "n_batch": 32, "n_ubatch": 32}
@@ -290,9 +290,9 @@ async def test_a_stage_that_does_not_come_back_fails_its_own_requests_only(
 
 
 @asynccontextmanager
-async def open_stage(model: Path, layers: str) -> AsyncIterator[Program]:
+async def open_stage(model: Path, layers: str, *options: str) -> AsyncIterator[Program]:
     """`dgr stage`; :meth:`Program.first_line` tells when it is ready."""
-    flags = "--ctx", "512", "--batch", "32", "--ubatch", "32", "--json"
+    flags = "--ctx", "512", "--batch", "32", "--ubatch", "32", "--json", *options
     async with open_program("stage", str(model), "--layers", layers, "--listen", "127.0.0.1:0", *flags) as program:
         yield program
 
@@ -395,3 +395,24 @@ async def test_a_stage_ends_with_its_parents_end_of_input(small: Path) -> None:
         assert whole.process.stdin is not None
         await whole.process.stdin.aclose()
         assert await whole.wait() == 0
+
+
+async def test_a_stage_told_to_drain_ends_when_its_answers_have(
+    small: Path, prompt: Prompt, expected: Expected
+) -> None:
+    """Nobody new is taken meanwhile; and it ends by itself once the last session is gone."""
+    async with open_stage(small, "0:7", "--drain", "30") as whole:
+        route = Route((await ref_of(whole),))
+        async with open_remote(route) as pipeline:
+            async with pipeline.session() as session:
+                generation = session.generate(prompt(16), max_tokens=ANSWER)
+                text = await take(generation, 3)
+                whole.process.terminate()
+                await until(lambda: "the stage is being drained" in whole.errors)
+                with pytest.raises(StageDraining):
+                    async with open_remote(route):
+                        pytest.fail("a new pipeline was taken")
+                text += await take(generation)
+                assert text == expected(16)
+                assert whole.process.returncode is None
+            assert await whole.wait() == 0

@@ -157,3 +157,48 @@ def test_one_waits_for_the_other(tmp_path: Path, caplog: pytest.LogCaptureFixtur
         cache._log.removeHandler(told)
     assert order == ["first", "second"]
     assert not (tmp_path / "x.lock").exists()
+
+
+def test_a_lock_of_a_file_that_was_removed_is_none(tmp_path: Path) -> None:
+    """Three in a row: whoever waits behind the first must not work beside the one who comes when that has gone."""
+    path, most = tmp_path / "x.lock", [0]
+    running: list[None] = []
+
+    def work() -> None:
+        for _ in range(40):
+            with one_at_a_time(path, "some work"):
+                running.append(None)
+                most[0] = max(most[0], len(running))
+                os.sched_yield()
+                running.pop()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cache, "_POLL", 0.0001)
+        threads = [threading.Thread(target=work) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    assert most == [1]
+
+
+def test_whoever_waits_reads_the_notes_of_whom_it_waits_for(tmp_path: Path) -> None:
+    path, notes = tmp_path / "x.lock", []
+    leave = threading.Event()
+
+    def watch(note: bytes) -> None:
+        notes.append(note)
+        leave.set()
+
+    def second() -> None:
+        with one_at_a_time(path, "some work", watch):
+            notes.append(b"its own turn")
+
+    with one_at_a_time(path, "some work") as note:
+        note(b"a longer note than the next one")
+        note(b"17 of 30")
+        thread = threading.Thread(target=second)
+        thread.start()
+        assert leave.wait(30)
+    thread.join(30)
+    assert set(notes) == {b"17 of 30", b"its own turn"}

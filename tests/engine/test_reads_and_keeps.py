@@ -45,6 +45,17 @@ def resident():
     found = dict(line.split(":", 1) for line in open("/proc/self/status").read().splitlines())
     return 1024 * sum(int(found[key].split()[0]) for key in ("RssAnon", "RssFile"))
 
+def mapped(path):
+    # resident bytes of the file's own pages
+    found, here = 0, False
+    for line in open("/proc/self/smaps"):
+        key, _, value = line.partition(":")
+        if "-" in key.split()[0]:
+            here = line.rstrip().endswith(path)
+        elif here and key == "Rss":
+            found += 1024 * int(value.split()[0])
+    return found
+
 path, layers, mmap, cold = sys.argv[1], LayerRange.parse(sys.argv[2]), sys.argv[3] == "mmap", sys.argv[4:]
 kernel_fingerprint()  # libraries and kernels are loaded before counting
 for name in cold:
@@ -53,7 +64,7 @@ for name in cold:
     os.close(fd)
 before, resident_before = io(), resident()
 engine = LlamaEngine(path, layers, ContextParams(n_ctx=512, n_ubatch=64, n_batch=64), mmap=mmap)
-after, resident_after = io(), resident()
+after, resident_after, mapped_after = io(), resident(), mapped(path)
 about = engine.describe()
 residual = bytes(4 * about.width_in * 8) if about.width_in else None
 engine.run([Work(0, 0, list(range(8)), residual=residual)])
@@ -64,6 +75,8 @@ print(json.dumps({
     "read": after["read"] - before["read"],
     "resident": resident_after - resident_before,
     "resident_after_run": resident() - resident_before,
+    "mapped": mapped_after,
+    "mapped_after_run": mapped(path),
     "weights": memory.weights,
     "rest": memory.total - memory.weights,
     "artifact": about.artifact,
@@ -105,11 +118,15 @@ def assert_own(found: dict[str, int], own: int, mode: str, cold: bool) -> None:
     if mode == "read":
         assert own <= found["read"] <= own + OVERHEAD
         assert own <= found["weights"] <= own + MIB
-        assert 0.95 * own <= found["resident"]
-    else:  # the tensors come by page faults, when they are used
+        assert found["mapped"] == 0
+    else:
         assert found["read"] <= OVERHEAD
+        assert found["weights"] == own  # not the span of the file from the first tensor to the last
+        for when in ("mapped", "mapped_after_run"):  # all of the tensors are there at once, and nothing else
+            assert own <= found[when] <= own + MIB
+    assert 0.95 * own <= found["resident"]
     if cold:
-        assert (own - OVERHEAD if mode == "read" else 0) <= found["disk"] <= own + READ_AHEAD
+        assert own - OVERHEAD <= found["disk"] <= own + READ_AHEAD
         assert found["disk_after_run"] <= own + READ_AHEAD
     for when in ("resident", "resident_after_run"):
         assert found[when] <= 1.1 * own + found["rest"] + OVERHEAD

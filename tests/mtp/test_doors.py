@@ -411,10 +411,10 @@ def test_the_error_is_one_of_the_tree() -> None:
 async def test_a_stage_denies_a_link_that_wants_it(wants: tuple[str, ...]) -> None:
     """Over TCP: the stage says why and names the contract, serves on, and holds nothing."""
     policy = LinkPolicy()
-    listeners, tls = await listen("127.0.0.1:0", credentials=None)
+    listeners = await listen("127.0.0.1:0", credentials=None)
     server = StageServer(policy)
     async with open_shard(FakeEngine(), server.dial, name="only") as shard, open_nursery() as nursery:
-        await nursery.start(server.serve, shard, listeners, tls)
+        await nursery.start(server.serve, shard, listeners)
         address = f"127.0.0.1:{listeners[0].socket.getsockname()[1]}"
         with pytest.raises(PeerRefused, match=re.escape(CONTRACT)) as caught:
             async with RemoteConnector(policy, wants=wants)(address):

@@ -21,6 +21,8 @@ BUILDS = {
     "avx-without-fma": {"DGR_LLAMA_CMAKE_ARGS": "-DGGML_NATIVE=OFF -DGGML_AVX2=OFF -DGGML_BMI2=OFF -DGGML_FMA=OFF"},
     "sse42": {"DGR_LLAMA_CMAKE_ARGS": f"-DGGML_NATIVE=OFF {NO_VECTORS}"},
     "upstream": {"DGR_EXACT_KERNELS": "OFF"},
+    # Needs libopenblas-dev, or another; on a Mac BLAS is on by default. Exact numerics leave it alone.
+    "blas": {"DGR_LLAMA_CMAKE_ARGS": "-DGGML_BLAS=ON -DGGML_BLAS_VENDOR=OpenBLAS"},
 }
 #: Types that published V4 files use.
 TYPES = ("f32", "f16", "bf16", "q8_0", "mxfp4", "q4_k", "q2_k", "q6_k", "iq2_xxs")

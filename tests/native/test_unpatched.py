@@ -12,6 +12,7 @@ import pytest
 
 from dgr.engine._native import ffi, lib
 from dgr.selftest.fixture import write_fixture
+from dgr.v4.published import PUBLISHED
 
 CFFI_BUILD = Path(__file__).resolve().parents[2] / "cffi_build"
 N_VOCAB, CHUNK, N_CTX, N_UBATCH = 512, 96, 1024, 128
@@ -68,9 +69,9 @@ def test_patched_whole_is_unpatched_whole(tmp_path: Path) -> None:
     ids = tmp_path / "tokens.i32"
     ids.write_bytes(TOKENS.tobytes())
 
-    for weights in ("f32", "mixed"):
+    for weights in ("f32", "mixed", *PUBLISHED):
         model = tmp_path / f"{weights}.gguf"
-        write_fixture(model, weights=weights)
+        write_fixture(model, weights=weights, layers=7 if weights in PUBLISHED else 43)
         for flash_attn, type_k in ((True, "f16"), (False, "f32")):
             rows = []
             for number, reference in enumerate(references):

@@ -84,6 +84,7 @@ _EMPTY: tuple[object, ...] = (0, "", {}, ())
         ({"memory_budget": NAN}, "memory_budget is nan"),
         ({"memory_budget": 1.5}, "memory_budget is 1.5"),
         ({"mmap": 1}, "mmap is 1"),
+        ({"mlock": 1}, "mlock is 1"),
         ({"split": ["0:5"]}, "split has '0:5'"),
         ({"split": 5}, "split has 5"),
         ({"split": [None]}, "split has None"),

@@ -255,7 +255,7 @@ async def test_a_sampler_that_refuses_too_late_loses_the_session_and_says_why(au
         async with stages.pipeline(WHOLE, retries=0) as pipeline, pipeline.session() as session:
             with pytest.raises(PrefillFailed, match="thirteen is too hot"):
                 await take(session.generate(PROMPT, sampling=SamplingParams(temperature=13)))
-            (actor,) = stages.shard(WHOLE)._actors()
+            (actor,) = stages.shard(WHOLE).actors()
             assert engine.position(actor.lease.slot) == actor.position == 0
             assert await take(session.generate(max_tokens=2)) == reference(PROMPT, 2)
 

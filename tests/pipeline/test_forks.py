@@ -186,7 +186,7 @@ async def test_where_a_stage_lost_the_source_both_begin_anew(
         await session.prefill(PROMPT)
         events = pipeline.events()
         name = THREE.split(",")[which]
-        next(iter(stages.shard(name)._actors())).end(reason)
+        next(iter(stages.shard(name).actors())).end(reason)
         async with session.fork() as other:
             assert (other.transcript, other.committed, session.committed) == (PROMPT, 0, 0)
             assert session.state is ClientState.LOST
@@ -355,7 +355,7 @@ async def test_what_strikes_while_a_copy_waits_for_the_engine(autojump_clock: tr
         shard = stages.shard(WHOLE)
         async with held(shard):
             assert await hand.say(hand.fork(2, 1, 1, [1, 2])) == []
-            source = next(actor for actor in shard._actors() if actor.key.session == 1)
+            source = next(actor for actor in shard.actors() if actor.key.session == 1)
             match strike:
                 case "close":
                     await hand.say(hand.close(1, 3), hand.open(1, 4), hand.work(1, 5, [7, 7]))

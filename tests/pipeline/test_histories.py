@@ -437,7 +437,7 @@ class Histories(RuleBasedStateMachine):
 
     @rule(which=ANY, name=ANY, reason=st.sampled_from([Miss.EVICTED, Miss.EXPIRED]))
     def lose_an_idle_session(self, which: int, name: int, reason: Miss) -> None:
-        idle = [actor for actor in self.stages.shard(self.pick(self.shard_names(), name))._actors() if actor.is_idle]
+        idle = [actor for actor in self.stages.shard(self.pick(self.shard_names(), name)).actors() if actor.is_idle]
         if idle:
             self.disturb()
 

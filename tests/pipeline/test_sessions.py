@@ -458,7 +458,7 @@ async def test_an_answer_on_its_way_out_is_not_idleness(autojump_clock: trio.abc
         async with held(stages.shard("2:6")):
             nursery.start_soon(ask)
             await rest()
-            (actor,) = stages.shard("0:2")._actors()
+            (actor,) = stages.shard("0:2").actors()
             assert not actor.is_idle
             async with pipeline.session() as two:
                 with pytest.raises(Overloaded):

@@ -23,6 +23,7 @@ from dgr.selftest.fixture import cached_fixture, values, write_fixture
 from dgr.selftest.fixture.presets import BLOCK_TYPES, PRESETS, WEIGHTS
 from dgr.selftest.fixture.stream import Stream, bfloat16
 from dgr.testing.limits import limited_files
+from dgr.v4.published import PUBLISHED
 from dgr.v4.tensors import TensorKind, block_tensors, head_tensors, range_tensors, tail_tensors
 
 # Digests of the tensor data and of the whole file: the data depends on this repository alone.
@@ -105,7 +106,9 @@ def test_a_file_of_every_type_is_the_same_forever(tmp_path: Path, preset: str, w
 
 def test_every_type_is_pinned() -> None:
     pinned = {weights.upper() for _, weights, _ in WHOLE}
-    assert pinned >= {kind.name for kind in BLOCK_TYPES} | {weights.upper() for weights in WEIGHTS}
+    # The published files are made of these types.
+    own = {weights.upper() for weights in WEIGHTS if weights not in PUBLISHED}
+    assert pinned >= {kind.name for kind in BLOCK_TYPES} | own
 
 
 def test_parts_are_the_same_forever(tmp_path: Path) -> None:
@@ -264,7 +267,7 @@ def test_q4_k_needs_wide_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        ({"preset": "huge"}, "unknown preset 'huge'; choose one of min, tiny, wide, big, flash, real"),
+        ({"preset": "huge"}, "unknown preset 'huge'; choose one of min, tiny, wide, heads, big, flash, real"),
         ({"weights": "q2"}, "unknown weights 'q2'"),
         ({"layers": 0}, "0 layers asked for"),
         ({"layers": 44}, "44 layers asked for, but the schedule has 1 to 43"),
@@ -396,7 +399,7 @@ def test_sparse_files_have_sizes_but_no_weights(tmp_path: Path) -> None:
 
 
 def test_presets_keep_what_makes_the_graph_real() -> None:
-    assert set(WEIGHTS) == set(TYPES)
+    assert set(WEIGHTS) == set(TYPES) | set(PUBLISHED)
     for name, hp in PRESETS.items():
         assert hp.n_layers == 43, name
         assert hp.hash_layers == 3, name

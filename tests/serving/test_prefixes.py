@@ -256,7 +256,7 @@ async def test_a_prefix_that_a_stage_has_lost_is_a_miss_of_its_own(autojump_cloc
     async with serving() as (engine, offline):
         await asks(engine, text("one"), cached=0)
         (prefix,) = [kept.session.id for kept in engine.sessions._kept if kept.is_prefix]
-        for actor in offline.cluster.shards[stage]._actors():
+        for actor in offline.cluster.shards[stage].actors():
             if actor.key.session == prefix:
                 actor.end(None)
         await asks(engine, text("one"), cached=0)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import re
 
 import pytest
+from attrs import evolve
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dgr.engine.base import MemoryReport
+from dgr.engine.base import DeviceMemory, MemoryReport
 from dgr.engine.budget import check_budget
 from dgr.errors import BudgetExceeded
 from dgr.stage.ledger import Ledger
@@ -105,6 +106,18 @@ def test_the_sums_hold_over_any_history(n_slots: int, history: list[tuple[bool, 
 def test_a_budget_that_is_enough_is_enough() -> None:
     check_budget({"one": MEMORY, "two": MEMORY}, 3, 2 * 1380)
     check_budget({"one": MEMORY}, 3, None)
+
+
+def test_a_budget_is_of_the_host_s_memory() -> None:
+    """What lies on a device does not count, and the arithmetic says what does."""
+    held = DeviceMemory(weights=100, compute=20, state=3)
+    placed = evolve(MEMORY, devices={"CUDA0": held})
+    assert placed.host == MEMORY.total - 123 == MEMORY.host - held.total
+    check_budget({"one": placed}, 3, placed.host)
+    with pytest.raises(
+        BudgetExceeded, match=r"of which 123 B .* on CUDA0; in all \d+ B \(.*\) of the host's memory, over"
+    ):
+        check_budget({"one": placed}, 3, placed.host - 1)
 
 
 def test_a_budget_that_is_exceeded_shows_the_arithmetic() -> None:

@@ -23,7 +23,7 @@ GUARD = 20
 
 @asynccontextmanager
 async def sockets() -> AsyncIterator[tuple[trio.SocketStream, trio.SocketStream]]:
-    listeners, _context = await listen("127.0.0.1:0", credentials=None)
+    listeners = await listen("127.0.0.1:0", credentials=None)
     port = listeners[0].socket.getsockname()[1]
     near = await dial(f"127.0.0.1:{port}", credentials=None)
     assert isinstance(near, trio.SocketStream)
@@ -146,14 +146,14 @@ async def test_a_free_port_is_one_port_however_many_addresses_a_name_has(monkeyp
         return [listener for each in ("127.0.0.1", "127.0.0.2") for listener in await real(port, host=each)]
 
     monkeypatch.setattr(trio, "open_tcp_listeners", two)
-    listeners, _ = await listen("localhost:0", credentials=None)
+    listeners = await listen("localhost:0", credentials=None)
     (listener,) = listeners
     host, port = listener.socket.getsockname()
     assert host == "127.0.0.1"
     with socket.socket() as other:
         other.bind(("127.0.0.2", port))
     await listener.aclose()
-    listeners, _ = await listen(f"localhost:{port}", credentials=None)
+    listeners = await listen(f"localhost:{port}", credentials=None)
     assert [each.socket.getsockname() for each in listeners] == [("127.0.0.1", port), ("127.0.0.2", port)]
     for each in listeners:
         await each.aclose()

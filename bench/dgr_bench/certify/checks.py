@@ -16,6 +16,7 @@ from dgr_bench.benchmark import Units
 from dgr_bench.certify.measurements import Cancellation, CleanUp, LengthRun, MemoryAt, Together
 from dgr_bench.certify.profiles import Profile
 from dgr_bench.certify.refusals import EXPECTED, Refusal
+from dgr_bench.distance.report import reference_check
 from dgr_bench.subjects import StageState
 from dgr_bench.verdicts import Check, Tally
 
@@ -113,6 +114,8 @@ def verdicts(profile: Profile, subject: Mapping[str, Any], units: Units) -> list
         checks += [_memory(raw), _wire(raw), _nothing_left(raw)]
     if raw.in_process and profile.refusals:
         checks.append(_refused(raw))
+    if raw.in_process and profile.distance is not UNSET:
+        checks.append(reference_check(units))
     return checks
 
 

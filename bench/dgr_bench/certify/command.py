@@ -9,7 +9,7 @@ from dgr.cli.options import add_link_arguments
 from dgr_bench.benchmark import Benchmark, benchmark_command
 from dgr_bench.certify.mutants import open_selftest
 from dgr_bench.certify.profiles import PROFILES, QUICK
-from dgr_bench.certify.run import add_subject_arguments, asked_profile, open_job
+from dgr_bench.certify.run import add_subject_arguments, asked_profile, native_profile, open_job
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -19,6 +19,13 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"{', '.join(PROFILES)}, or a JSON file (default: fixture-2; with --quick: {QUICK})",
     )
     add_subject_arguments(parser)
+    parser.add_argument(
+        "--numerics",
+        choices=("exact", "native"),
+        default="exact",
+        help="native: the profile in native numerics, and how far they, other thread counts and the devices here are from"
+        " exact ones, as distributions",
+    )
     parser.add_argument("--selftest", action="store_true", help="run the mutants that every check must catch")
     add_link_arguments(parser)
 
@@ -26,7 +33,10 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 def _certify(args: argparse.Namespace) -> Benchmark:
     if args.selftest:
         return open_selftest()
-    job = open_job(args, asked_profile(args, "fixture-2"))
+    profile = asked_profile(args, "fixture-2")
+    if args.numerics == "native":
+        profile = native_profile(args, profile)
+    job = open_job(args, profile)
     print(f"profile {job.plan.name}, digest {job.plan.digest}, n_ctx {job.plan.n_ctx}", file=sys.stderr)
     return job
 

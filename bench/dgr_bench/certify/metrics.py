@@ -8,11 +8,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from msgspec import UNSET
+
 from dgr import LayerRange, Numerics
 from dgr.v4.state_map import expected_state, state_map
 from dgr_bench.benchmark import Units
 from dgr_bench.certify.checks import Raw, not_certified
 from dgr_bench.certify.profiles import Profile
+from dgr_bench.distance.report import distance_metrics
 from dgr_bench.quartiles import line_over, median, percentile
 from dgr_bench.verdicts import n_alike
 
@@ -37,6 +40,7 @@ def metrics_of(profile: Profile, subject: Mapping[str, Any], units: Units, folde
         "cancellation": {during: _latency(raw, during) for during in ("prefill", "decode")},
         "clean_up": None if (found := raw.clean_up()) is None else {"seconds": found.seconds},
         "distances": _distances(raw, folder) if profile.numerics is not Numerics.EXACT else [],
+        **({} if profile.distance is UNSET else {"between_numerics": distance_metrics(units)}),
     }
 
 

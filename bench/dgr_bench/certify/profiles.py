@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import cycle, islice
 from typing import Annotated
 
@@ -10,6 +11,7 @@ from msgspec import UNSET, UnsetType
 
 from dgr.core.values import ContextParams, Numerics
 from dgr.errors import InputError
+from dgr_bench.distance.measurements import DistancePlan
 from dgr_bench.results import digest_of
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -71,6 +73,18 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     reserve: _Count = 0
     #: Not there in the profiles that have a successor: their digests are those of certificates made before.
     several: Several | UnsetType = UNSET
+    #: How far other numerics are from exact ones; :meth:`in_native` asks for it.
+    distance: DistancePlan | UnsetType = UNSET
+
+    def in_native(self, fixtures: Sequence[str]) -> Profile:
+        """The same in native numerics, with their distance from exact ones, on fixtures of these weights too."""
+        plan = DistancePlan(tokens=self.distance_tokens, fixtures=tuple(fixtures), threads=self.threads, seed=self.seed)
+        return msgspec.structs.replace(self, name=f"{self.name}-native", numerics=Numerics.NATIVE, distance=plan)
+
+    @property
+    def distance_tokens(self) -> int:
+        """Tokens of a distance: past the window and the first borders of the state, where the profile is that long."""
+        return max(32, min(256, max(self.lengths)))
 
     @property
     def digest(self) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from dgr.core.units import human_bytes
+from dgr_bench.distance.report import distance_plots, distance_sections
 from dgr_bench.plots import BLUE, GREEN, GREY, RED, Axes, Plot, curve, log_context
 from dgr_bench.reports import Section, number, table
 from dgr_bench.results import Result
@@ -38,6 +39,7 @@ def tables(result: Result) -> list[Section]:
     ]
     if metrics["distances"]:
         sections.append(Section("Distances in native numerics", (_distances(metrics["distances"]),)))
+    sections += distance_sections(metrics.get("between_numerics", []))
     sections += [
         Section("Canary", (_CANARY, _canary(metrics["canary"]))),
         Section("What was locked", (_json_table(result.plan),)),
@@ -176,4 +178,4 @@ def plots(result: Result) -> list[Plot]:
     ]
     if memory:
         drawn.append(Plot(_MEMORY, "memory", "Memory of all stages", "context size n_ctx (tokens)", "MiB", sizes))
-    return drawn
+    return drawn + distance_plots(result.metrics.get("between_numerics", []), result.units)

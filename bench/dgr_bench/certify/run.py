@@ -9,11 +9,12 @@ Its units, in the order in which they are measured:
     clean-up                    CleanUp
     forked/L                    LengthRun: a copy of a session that stood one token before the prompt's end
     together/N                  Together: N sessions in the same native batches of the stages' engines
+    distance/M/W                Distance: rows of logits of a model M, run in another way W than exact numerics
     memory/N                    MemoryAt: the stages at a context of N tokens
     refusals/I                  Refusals: everything that must fail, once
 
-(structs of :mod:`~dgr_bench.certify.measurements` and :mod:`~dgr_bench.certify.refusals`). Metrics and verdicts follow from
-these alone: :mod:`dgr_bench.certify.checks`.
+(structs of :mod:`~dgr_bench.certify.measurements`, :mod:`~dgr_bench.certify.refusals` and :mod:`dgr_bench.distance`). Metrics
+and verdicts follow from these alone: :mod:`dgr_bench.certify.checks`.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from typing import Any, ClassVar
 import msgspec
 import trio
 from attrs import field, frozen
+from msgspec import UNSET
 from msgspec.structs import replace
 
 from dgr import (
@@ -65,6 +67,7 @@ from dgr_bench.certify.measurements import (
 from dgr_bench.certify.metrics import metrics_of, rows_file
 from dgr_bench.certify.profiles import QUICK, Profile, profile_of
 from dgr_bench.certify.refusals import FOREIGN, REFUSALS_CONTEXT, RefusalCase, refusals
+from dgr_bench.distance.measurements import DistancePlan, distance_units
 from dgr_bench.plots import Plot
 from dgr_bench.reports import Section
 from dgr_bench.results import Kind, Result
@@ -72,6 +75,8 @@ from dgr_bench.subjects import PATIENCE, Bare, Stages, Wrap, open_bare, open_sta
 from dgr_bench.verdicts import Check
 
 _SPLIT = "0:15,15:29,29:43"
+#: Weights of the fixtures whose distances are measured beside those of the default model, which is mixed.
+_FIXTURES = ("f32", "f16", "q8_0", "q4_k")
 #: A run on several threads that takes this many times as long as one thread has no core to itself: ggml's threads spin.
 _BUSY = 5.0
 _BUSY_SECONDS = 20.0
@@ -157,6 +162,19 @@ class CertifyJob:
             yield Group([Unit(f"memory/{n_ctx}", partial(memory, n_ctx), _MEMORY_COST) for n_ctx in contexts])
             tries = [Unit(f"refusals/{number}", refuse, _REFUSALS_COST) for number in range(profile.refusals)]
             yield Group(tries, self._open_refusals)
+        if self.in_process and profile.distance is not UNSET:
+            yield from self._distances(profile.distance)
+
+    def _distances(self, plan: DistancePlan) -> Iterator[Group]:
+        """Of the model that is certified, and of the plan's fixtures."""
+        context = self.plan.context
+        yield distance_units(plan, self.artifact.file.path.name, lambda: self.artifact, context)
+        for weights in plan.fixtures:
+
+            def fixture(weights: str = weights) -> Artifact:
+                return Artifact.open(cached_fixture(weights, layers=plan.layers))
+
+            yield distance_units(plan, weights, fixture, context)
 
     def _whole(self, store: Store, threads: int) -> Group:
         profile, name = self.plan, "whole" if threads == 1 else f"threads-{threads}"
@@ -300,6 +318,18 @@ def add_subject_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--split", metavar="A:B,...", help=f"layer ranges of the stages (default: {_SPLIT})")
     parser.add_argument("--route", metavar="TOML", help="stages in other processes, instead of --split")
+
+
+def native_profile(args: argparse.Namespace, profile: Profile) -> Profile:
+    """The profile in native numerics: distances of the model that is given, or of fixtures of several types."""
+    if args.route is not None:
+        raise InputError(
+            "--numerics native measures distances from exact numerics in this process; stages of a route run as they were"
+            " started: give a profile whose numerics are native, such as v4-flash"
+        )
+    if profile.numerics is Numerics.NATIVE:
+        raise InputError(f"the profile {profile.name} is of native numerics by itself; leave out --numerics")
+    return profile.in_native(() if args.model is not None else _FIXTURES)
 
 
 def asked_profile(args: argparse.Namespace, default: str) -> Profile:

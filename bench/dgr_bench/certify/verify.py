@@ -121,6 +121,7 @@ def rerun(result: Result, profile: Profile, job: CertifyJob) -> Check:
         threads=(),
         rerun=(),
         several=UNSET,
+        distance=UNSET,
     )
     store = Scratch()
     trio.run(partial(measure, "verify"), evolve(job, plan=short).units(store), store)

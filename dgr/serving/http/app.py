@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from dgr.core.load import StageLoad
 from dgr.serving.api.errors import ApiError, ErrorShape
 from dgr.serving.http.completions import ChatCompletions, Completions
 from dgr.serving.http.keys import ApiKeys, App, Gate
@@ -47,8 +48,15 @@ def make_app(
             "in_flight": pipeline.statistics().in_flight,
             "tokens": engine.counters.completion_tokens,
         }
+        loads = await service.loads()
         stages = [
-            {"address": one.address, "layers": str(one.layers), "devices": one.devices, "lost": one.lost}
+            {
+                "address": one.address,
+                "layers": str(one.layers),
+                "devices": one.devices,
+                "lost": one.lost,
+                "load": None if (told_by := loads.get(one.address)) is None else _load(told_by),
+            }
             for one in pipeline.stages
         ]
         told = {"route": pipeline.state.value, "epoch": pipeline.epoch, "ready": engine.is_ready}
@@ -77,7 +85,9 @@ def make_app(
         }
 
     async def metrics(_: Request) -> Response:
-        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(
+            service.metrics.text(await service.seen_stages()), media_type="text/plain; version=0.0.4; charset=utf-8"
+        )
 
     async def index(_: Request) -> Response:
         return Response(page(service), media_type="text/html; charset=utf-8", headers=PAGE_HEADERS)
@@ -100,6 +110,29 @@ def make_app(
         exception_handlers={404: _not_found, 405: _not_allowed, 500: _failed},
     )
     return Gate(app, keys, _OPEN | ({"/metrics"} if open_metrics else frozenset()), local_only=local_only)
+
+
+def _load(load: StageLoad) -> dict[str, Any]:
+    """What the page and other programs show of a stage. Counters grow; ``seconds`` is the time that they are of."""
+    return {
+        "seconds": load.seconds,
+        "ready": load.ready,
+        "computed_seconds": load.computed,
+        "waited_seconds": load.decode.waits.total + load.prefill.waits.total,
+        "running_seconds": load.running_seconds,
+        "sessions": load.sessions,
+        "slots": load.slots,
+        "slots_leased": load.slots_leased,
+        "decode_batches": load.decode.tokens.count,
+        "decode_tokens": int(load.decode.tokens.total),
+        "prefill_tokens": int(load.prefill.tokens.total),
+        "bytes_sent": sum(link.bytes_sent for link in load.links),
+        "bytes_received": sum(link.bytes_received for link in load.links),
+        "weights_bytes": load.weights,
+        "state_bytes": sum(load.state.values()),
+        "state_leased_bytes": sum(load.state_leased.values()),
+        "resident_bytes": load.resident,
+    }
 
 
 def _json(content: dict[str, Any], status: int = 200) -> Response:

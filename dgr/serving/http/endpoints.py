@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeVar
 import trio
 from attrs import define, frozen
 
+from dgr.client.tracing import RequestTrace
 from dgr.core.log_fields import log_fields
 from dgr.core.values import SamplingParams
 from dgr.errors import DgrError
@@ -104,13 +105,14 @@ class Endpoint:
     def __init__(self, service: Service) -> None:
         self.service = service
 
-    async def answer(self, receive: Receive, send: Send) -> None:
+    async def answer(self, receive: Receive, send: Send, trace: RequestTrace | None) -> None:
         raise NotImplementedError
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002
-        status, began = 200, trio.current_time()
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        status, began, tracing = 200, trio.current_time(), self.service.tracing
+        traced = None if tracing is None else tracing.begin(f"POST {scope['path']}", scope["headers"])
         try:
-            await self.answer(receive, send)
+            await self.answer(receive, send, None if traced is None else traced.request)
         except ClientLeft:
             status = 499  # nginx's word for it; nobody is there to read one
         except (ApiError, DgrError) as error:
@@ -121,6 +123,9 @@ class Endpoint:
             self.service.metrics.requests.labels(self.name, str(status)).inc()
             pipeline = self.service.engine.pipeline
             fields = log_fields(pipeline.route_id, pipeline.epoch)
+            if tracing is not None and traced is not None:
+                tracing.end(traced, status)
+                fields = {**fields, "trace": traced.id}
             _log.info("%s: %d after %.3f s", self.name, status, trio.current_time() - began, extra=fields)
 
     async def read(self, receive: Receive) -> bytes:
@@ -142,11 +147,11 @@ class GeneratingEndpoint(Endpoint):
         """What to do for a body. Raises :class:`ApiError`, :class:`~dgr.errors.DgrError`."""
         raise NotImplementedError
 
-    async def answer(self, receive: Receive, send: Send) -> None:
+    async def answer(self, receive: Receive, send: Send, trace: RequestTrace | None) -> None:
         raw = await self.read(receive)
         self.service.engine.refuse_if_not_serving()
         plan = await self.understand(raw, self.plan)
-        async with self._admitted(plan) as running:
+        async with self._admitted(plan, trace) as running:
             if plan.fields.stream:
                 await self._stream(plan, running, receive, send)
                 return
@@ -156,12 +161,12 @@ class GeneratingEndpoint(Endpoint):
     # --- admission ---
 
     @asynccontextmanager
-    async def _admitted(self, plan: Plan) -> AsyncIterator[list[Running]]:
+    async def _admitted(self, plan: Plan, trace: RequestTrace | None) -> AsyncIterator[list[Running]]:
         """Every answer in the line, or none."""
         async with AsyncExitStack() as stack:
             running = []
             for index, job in enumerate(self._jobs(plan)):
-                answer = await stack.enter_async_context(self.service.engine.admit(job))
+                answer = await stack.enter_async_context(self.service.engine.admit(job, trace=trace))
                 running.append(Running(answer, plan.replies(index), []))
             yield running
 
@@ -211,7 +216,10 @@ class GeneratingEndpoint(Endpoint):
                 raise answer.time_out()
         finally:
             self.service.engine.release(answer)
-        metrics.complete(answer, began, first, trio.current_time())
+        ended = trio.current_time()
+        metrics.complete(answer, began, first, ended)
+        if answer.trace is not None:
+            _note_phases(answer.trace, began, max(answer.place.since, began), first, ended)
         await take(reply.closing(answer.finish_reason or "stop"))
 
     async def _run_all(self, running: list[Running], take: Callable[[Running, list[Any]], Any]) -> None:
@@ -263,6 +271,12 @@ class GeneratingEndpoint(Endpoint):
         every = self.service.options.keep_alive
         every = min(_PROGRESS, every) if plan.fields.wants_progress else every
         await send_events(receive, send, produce, partial(dialect.sign_of_life, running), every)
+
+
+def _note_phases(trace: RequestTrace, began: float, turn: float, first: float, ended: float) -> None:
+    trace.phase("queue", began, turn)
+    trace.phase("prefill", turn, first)
+    trace.phase("decode", first, ended)
 
 
 def least_far(running: list[Running]) -> Answer:

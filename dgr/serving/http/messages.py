@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 from deepseek_recipe import MessagesRequest, MessagesResponse
 
+from dgr.client.tracing import RequestTrace
 from dgr.serving.api.errors import ApiError, ErrorShape
 from dgr.serving.api.fields import MessagesFields, read_fields
 from dgr.serving.api.messages import messages_prompt
@@ -115,7 +116,7 @@ class CountTokens(Endpoint):
     name = "count_tokens"
     errors = ErrorShape.ANTHROPIC
 
-    async def answer(self, receive: Receive, send: Send) -> None:
+    async def answer(self, receive: Receive, send: Send, trace: RequestTrace | None) -> None:  # noqa: ARG002
         count = await self.understand(await self.read(receive), self._count)
         await send_whole(send, msgspec.json.encode({"input_tokens": count}))
 

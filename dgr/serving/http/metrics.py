@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -10,12 +10,14 @@ from prometheus_client.registry import Collector
 
 from dgr.client.events import RE_PREFILL_REASONS
 from dgr.client.pipeline import PipelineStatistics
+from dgr.cluster.certificates import CertificateSource, report_of
 from dgr.core.log_fields import short_route
 from dgr.protocol.states import RouteState
 from dgr.serving.engine import Answer, ServingEngine
+from dgr.serving.metrics.stages import SeenStage, stage_metrics
 from dgr.serving.sessions import Miss
 
-__all__ = ["Metrics"]
+__all__ = ["CertificateCollector", "Metrics"]
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500, 1000, 2500)
 #: Between two tokens: on loopback with a small model to a large one over a slow network.
@@ -93,12 +95,46 @@ def _route(route_id: bytes, seen: PipelineStatistics) -> Iterator[Metric]:
     yield tokens
 
 
+class CertificateCollector(Collector):
+    """Reads the files when it is asked; tells nothing where there are no certificates."""
+
+    def __init__(self, sources: tuple[CertificateSource, ...]) -> None:
+        self._sources = sources
+
+    def collect(self) -> Iterator[Metric]:
+        if not self._sources:
+            return
+        report = report_of(self._sources)
+        ends = GaugeMetricFamily(
+            "dgr_certificate_expiry_timestamp_seconds",
+            "When a certificate in use ends, seconds since 1970.",
+            labels=["certificate"],
+        )
+        for name, end in report.expiries.items():
+            ends.add_metric([name], end)
+        yield ends
+        text = "1 while newer files of certificates cannot be used; those before them are."
+        yield GaugeMetricFamily("dgr_certificate_reload_failed", text, value=int(bool(report.problems)))
+
+
+class _StageCollector(Collector):
+    """What stages have told last."""
+
+    def __init__(self) -> None:
+        self.stages: Sequence[SeenStage] = ()
+
+    def collect(self) -> Iterator[Metric]:
+        yield from stage_metrics(self.stages) if self.stages else ()
+
+
 class Metrics:
     """Counters and histograms of one server."""
 
     def __init__(self, engine: ServingEngine) -> None:
         self._registry = CollectorRegistry()
         self._registry.register(_EngineCollector(engine))
+        self._stages = _StageCollector()
+        self._registry.register(self._stages)
         ProcessCollector(registry=self._registry)
         self.requests = Counter(
             "dgr_requests", "Requests, by endpoint and status.", ["endpoint", "status"], registry=self._registry
@@ -115,6 +151,10 @@ class Metrics:
         self.prompt = self._histogram("dgr_request_prompt_tokens", "Prompt tokens of an answer begun.", _TOKENS)
         self.generation = self._histogram("dgr_request_generation_tokens", "Tokens of a complete answer.", _TOKENS)
         self.whole = self._histogram("dgr_e2e_request_latency_seconds", "From admission to the end of an answer.")
+
+    def tell_of_certificates(self, sources: tuple[CertificateSource, ...]) -> None:
+        """Have those in use among the metrics."""
+        self._registry.register(CertificateCollector(sources))
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...] = _SECONDS) -> Histogram:
         return Histogram(name, text, buckets=buckets, registry=self._registry)
@@ -134,6 +174,7 @@ class Metrics:
             self.decode.observe(now - first)
         self.generation.observe(answer.usage.completion)
 
-    def text(self) -> bytes:
-        """The exposition."""
+    def text(self, stages: Sequence[SeenStage] = ()) -> bytes:
+        """The exposition, with what stages have told."""
+        self._stages.stages = stages
         return generate_latest(self._registry)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
+import ssl
 import sys
 from contextlib import ExitStack
 from pathlib import Path
@@ -11,13 +12,15 @@ from typing import Any
 
 import trio
 from anycorn import Config, serve
-from attrs import frozen
+from attrs import field, frozen
 
+from dgr.cluster.certificates import HttpsFiles
 from dgr.errors import InputError
 from dgr.serving.engine import ServingEngine
 from dgr.serving.http.keys import App
+from dgr.wire.credentials import CertificateFiles, check_private_key
 from dgr.wire.nurseries import open_nursery
-from dgr.wire.tcp import check_private_key, is_loopback, parse_address
+from dgr.wire.tcp import is_loopback, parse_address
 
 __all__ = ["HttpPolicy", "address_of", "bind", "check_reach", "run_server", "server_config"]
 
@@ -43,12 +46,60 @@ class HttpPolicy:
     grace: float = 30.0
     #: Seconds in which a client must take what was sent to it; its connection ends then (Linux: TCP_USER_TIMEOUT).
     client_timeout: float = 30.0
+    _https: list[HttpsFiles] = field(init=False, factory=list, eq=False, repr=False)
 
     def __attrs_post_init__(self) -> None:
         if not 0 <= self.grace <= 86400:
             raise InputError(f"grace is {self.grace:g} s; give 0 to 86400")
         if not 0.1 <= self.client_timeout <= 86400:
             raise InputError(f"the timeout of clients is {self.client_timeout:g} s; give 0.1 to 86400")
+
+    @property
+    def https(self) -> HttpsFiles | None:
+        """The certificate, which may be replaced while the server runs. Raises :class:`~dgr.errors.InputError` at first."""
+        if self.tls is not None and not self._https:
+            self._https.append(_https_files(*self.tls))
+        return self._https[0] if self._https else None
+
+
+class _Config(Config):
+    """anycorn's settings; a handshake has the context of the newest certificate that can be used."""
+
+    https: HttpsFiles | None = None
+
+    def create_ssl_context(self) -> ssl.SSLContext | None:
+        context = super().create_ssl_context()
+        if context is not None and self.https is not None:
+            files = self.https.files
+
+            def take_newest(greeted: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
+                greeted.context = files.newest()
+
+            # Called for every client, whether it names a server or not.
+            context.sni_callback = take_newest
+        return context
+
+
+def _https_files(certificate: Path, key: Path) -> HttpsFiles:
+    def load() -> ssl.SSLContext:
+        check_private_key(key)
+        config = Config()
+        _name_files(config, certificate, key)
+        try:
+            context = config.create_ssl_context()
+        except OSError as error:  # an SSLError is one
+            raise InputError(f"cannot load TLS files {certificate} and {key}: {error}") from error
+        assert context is not None
+        return context
+
+    return HttpsFiles(certificate, key, CertificateFiles((certificate, key), load))
+
+
+def _name_files(config: Config, certificate: Path, key: Path) -> None:
+    # HTTP/2 has windows of its own: a client that never opens one acknowledges every byte and is not noticed by TCP.
+    config.alpn_protocols = ["http/1.1"]
+    config.certfile, config.keyfile = str(certificate), str(key)
+    config.keyfile_password = ""  # a key with a pass phrase is an error: OpenSSL would ask for it on the terminal
 
 
 def bind(address: str, policy: HttpPolicy) -> list[socket.socket]:
@@ -101,7 +152,7 @@ def check_reach(sockets: list[socket.socket], *, has_keys: bool, allow_anyone: b
 
 def server_config(sockets: list[socket.socket], policy: HttpPolicy) -> Config:
     """anycorn's settings. It takes over the sockets. Raises :class:`~dgr.errors.InputError` for TLS files it cannot use."""
-    config = Config()
+    config = _Config()
     config.keep_alive_timeout = _KEEP_ALIVE
     config.h11_max_incomplete_size = _MOST_HEAD
     config.graceful_timeout = _LAST_BYTES
@@ -112,14 +163,8 @@ def server_config(sockets: list[socket.socket], policy: HttpPolicy) -> Config:
     config.errorlog = _log
     config.loglevel = "WARNING"
     if policy.tls is not None:
-        certificate, key = policy.tls
-        check_private_key(key)
-        config.certfile, config.keyfile = str(certificate), str(key)
-        config.keyfile_password = ""  # a key with a pass phrase is an error: OpenSSL would ask for it on the terminal
-        try:
-            config.create_ssl_context()
-        except OSError as error:  # an SSLError is one
-            raise InputError(f"cannot load TLS files {certificate} and {key}: {error}") from error
+        config.https = policy.https
+        _name_files(config, *policy.tls)
     # From here on the sockets are the HTTP server's: it closes them.
     config.bind = [f"fd://{sock.detach()}" for sock in sockets]
     return config

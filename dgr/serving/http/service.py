@@ -6,19 +6,25 @@ import hashlib
 import math
 import re
 import time
+from collections.abc import Mapping
 
 import trio
-from attrs import field, frozen
+from attrs import define, field, frozen
 from deepseek_recipe import Tokenizer
 
+from dgr.core.load import StageLoad
 from dgr.errors import InputError
 from dgr.serving.api.prompts import Ladder, Thinking
 from dgr.serving.api.vocabulary import ServingVocabulary
 from dgr.serving.engine import ServingEngine
 from dgr.serving.http.metrics import Metrics
+from dgr.serving.metrics.stages import SeenStage
+from dgr.serving.tracing.server import ServerTracing
 
 __all__ = ["ServerOptions", "Service"]
 
+#: Seconds for which what stages told is told again, and in which a stage must answer.
+_FRESH, _PATIENCE = 0.5, 2.0
 #: What a name in a JSON body, a metric's label and a page can hold without surprises.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
 
@@ -36,6 +42,8 @@ class ServerOptions:
     max_body: int = 8 << 20
     #: Seconds without an event after which a stream shows a sign of life; infinity: never, also not at once.
     keep_alive: float = 10.0
+    #: Whether ``/metrics`` tells of the stages: those of other processes have a ``/metrics`` of their own.
+    stage_metrics: bool = False
 
     def __attrs_post_init__(self) -> None:
         if not _NAME.fullmatch(self.model):
@@ -50,7 +58,7 @@ class ServerOptions:
             raise InputError(f"the most bytes of a body are {self.max_body}; give 1 or more")
 
 
-@frozen
+@define
 class Service:
     """Shared by all endpoints of one server."""
 
@@ -59,16 +67,41 @@ class Service:
     options: ServerOptions
     metrics: Metrics
     tokenizer: Tokenizer
+    #: None: nothing is traced.
+    tracing: ServerTracing | None = None
     #: One long text at a time: tokenising takes up to 130 bytes of memory for each of its own.
     reading: trio.Lock = field(factory=trio.Lock)
     #: Unix time at which the server began.
     created: int = field(factory=lambda: int(time.time()))
+    _asking: trio.Lock = field(factory=trio.Lock)
+    #: When the stages told their loads last, and what.
+    _loads: tuple[float, Mapping[str, StageLoad | None]] | None = None
 
     @classmethod
     def of(cls, engine: ServingEngine, vocabulary: ServingVocabulary, options: ServerOptions) -> Service:
         """A service over an engine; takes half a second for V4's vocabulary."""
         tokenizer = Tokenizer.from_str(vocabulary.decoder_json)
         return cls(engine, vocabulary, options, Metrics(engine), tokenizer)
+
+    async def loads(self) -> Mapping[str, StageLoad | None]:
+        """What the stages have to do, by address; asked for at most twice a second, however many want to know."""
+        async with self._asking:
+            if self._loads is None or trio.current_time() >= self._loads[0] + _FRESH:
+                loads = await self.engine.pipeline.load(_PATIENCE)
+                self._loads = trio.current_time(), loads
+            return self._loads[1]
+
+    async def seen_stages(self) -> list[SeenStage]:
+        """The stages that ``/metrics`` tells of."""
+        if not self.options.stage_metrics:
+            return []
+        loads, pipeline = await self.loads(), self.engine.pipeline
+        described = zip(pipeline.route.stages, pipeline.descriptions, strict=True)
+        return [
+            SeenStage(about, load, ref.address)
+            for ref, about in described
+            if (load := loads.get(ref.address)) is not None
+        ]
 
     @property
     def fingerprint(self) -> str:

@@ -68,6 +68,8 @@ class StageView:
     """A stage, as its metrics tell. A stage that is still loading has no layers and no slots."""
 
     ready: bool
+    #: It takes nobody new, to be maintained.
+    draining: bool
     layers: str
     #: Epoch of each route session, by the beginning of its id.
     routes: Mapping[str, int]
@@ -131,6 +133,7 @@ def _stage(first: Reading, last: Reading) -> StageView:
     decode, prefill = (_rate(first, last, "dgr_stage_batch_tokens_sum", kind=kind) for kind in ("decode", "prefill"))
     return StageView(
         ready=bool(last.sum("dgr_stage_ready")),
+        draining=bool(last.sum("dgr_stage_draining")),
         layers=last.label("dgr_stage_info", "layers"),
         routes={labels.get("route", ""): int(epoch) for labels, epoch in last.all("dgr_stage_route_epoch")},
         sessions=int(last.sum("dgr_stage_sessions")),

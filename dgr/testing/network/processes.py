@@ -101,7 +101,8 @@ class Program:
         return await self.wait()
 
     def events(self, address: str, event: str) -> list[dict[str, Any]]:
-        """What ``dgr up`` told of a stage: ``ready`` (``pid``) or ``ended`` (``code``)."""
+        """What ``dgr up`` told of a stage: ``ready`` (``pid``), ``ended`` (``code``), ``frozen`` (``why``), ``restarting``
+        or ``live``."""
         return [line for line in self.lines if (line["stage"], line["event"]) == (address, event)]
 
     def stage_pids(self) -> list[int]:
@@ -141,7 +142,7 @@ class Program:
 
 
 @asynccontextmanager
-async def open_program(*arguments: str, stdin: int | None = None) -> AsyncIterator[Program]:
+async def open_program(*arguments: str, stdin: int = subprocess.DEVNULL) -> AsyncIterator[Program]:
     """Run ``dgr`` with ``arguments`` for the length of the block; it is told to end, or killed if the block failed."""
     process = await trio.lowlevel.open_process(
         python_module("dgr", *arguments),
@@ -176,7 +177,7 @@ async def open_up(file: RouteFile, *options: str) -> AsyncIterator[Program]:
     try:
         async with open_program("up", spelled_out(file.path), "--json", "--threads", "1", *options) as program:
             try:
-                for ref in file.route.stages:
+                for ref in file.stages:
                     await program.ready(ref.address)
                 yield program
             finally:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -13,12 +14,15 @@ import trio
 from attrs import define
 from serving.http.chat_model import ChatModel, open_chat_model, vocabulary
 
+from dgr.client.pipeline import Pipeline
 from dgr.serving.api.prompts import Thinking
 from dgr.serving.engine import ServingEngine, ServingLimits, open_serving
 from dgr.serving.http.app import make_app
 from dgr.serving.http.keys import ApiKeys
 from dgr.serving.http.server import HttpPolicy, address_of, bind, run_server
 from dgr.serving.http.service import ServerOptions, Service
+from dgr.serving.tracing.otel import OtelSpans
+from dgr.serving.tracing.server import ServerTracing, open_tracing
 from dgr.wire.nurseries import open_nursery
 
 #: A guard against hangs; nothing waits for it.
@@ -169,6 +173,12 @@ def chat_body(text: str, **fields: Any) -> dict[str, Any]:
     return {**body, **fields}
 
 
+def _tracing(
+    pipeline: Pipeline, folder: Path | None, spans: OtelSpans | None
+) -> AbstractAsyncContextManager[ServerTracing | None]:
+    return nullcontext() if folder is None and spans is None else open_tracing(pipeline, folder, spans)
+
+
 @asynccontextmanager
 async def open_server(
     *,
@@ -179,6 +189,8 @@ async def open_server(
     policy: HttpPolicy | None = None,
     keys: ApiKeys | None = None,
     local_only: bool = False,
+    trace_folder: Path | None = None,
+    spans: OtelSpans | None = None,
     **pipeline: Any,
 ) -> AsyncIterator[Server]:
     policy = policy or HttpPolicy(grace=0)
@@ -186,9 +198,11 @@ async def open_server(
         async with (
             open_chat_model(n_ctx, sessions, **pipeline) as model,
             open_serving(model.offline.pipeline, limits) as engine,
+            _tracing(model.offline.pipeline, trace_folder, spans) as tracing,
             open_nursery() as nursery,
         ):
             service = Service.of(engine, vocabulary(), options or ServerOptions(model="m", thinking=Thinking.OFF))
+            service.tracing = tracing
             sockets = bind("127.0.0.1:0", policy)
             address, stop, ended = address_of(sockets[0]), trio.Event(), trio.Event()
 

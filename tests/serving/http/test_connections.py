@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import datetime
 import hashlib
 import json
 import re
@@ -30,6 +31,7 @@ from dgr.serving.http.keys import ApiKeys
 from dgr.serving.http.server import HttpPolicy, bind, check_reach, run_server, server_config
 from dgr.serving.http.service import ServerOptions, Service
 from dgr.testing.waits import until
+from dgr.wire.tcp import parse_address
 
 KEY, OTHER = "0123456789abcdef", "fedcba9876543210"
 
@@ -423,6 +425,46 @@ async def test_tls_files_make_it_https(serve: Callable[..., Any], tmp_path: Path
         assert (await stream.receive_some(1000)).startswith(b"HTTP/1.1 200")
         assert stream.selected_alpn_protocol() == "http/1.1"
         await trio.aclose_forcefully(stream)
+
+
+async def test_a_newer_certificate_is_shown_without_a_restart(serve: Callable[..., Any], tmp_path: Path) -> None:
+    """To clients that name a server in their greeting, and to those that do not."""
+    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+
+    def issue(days: int) -> trustme.CA:
+        ca = trustme.CA()
+        end = datetime.datetime.now(datetime.UTC) + datetime.timedelta(days=days)
+        issued = ca.issue_cert("127.0.0.1", "localhost", not_after=end)
+        certificate.write_bytes(issued.cert_chain_pems[0].bytes())
+        key.write_bytes(issued.private_key_pem.bytes())
+        key.chmod(0o600)
+        return ca
+
+    async def asks(server: Any, ca: trustme.CA, name: str | None) -> None:
+        context = ssl.create_default_context()
+        ca.configure_trust(context)
+        context.check_hostname = name is not None
+        plain = await trio.open_tcp_stream(*parse_address(server.address))
+        stream = trio.SSLStream(plain, context, server_hostname=name, https_compatible=True)
+        await stream.send_all(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert (await stream.receive_some(1000)).startswith(b"HTTP/1.1 200")
+        await trio.aclose_forcefully(stream)
+
+    first = issue(10)
+    policy = HttpPolicy(tls=(certificate, key), grace=0)
+    assert policy.https is not None
+    async with serve(policy=policy) as server:
+        for name in ("localhost", None):
+            await asks(server, first, name)
+        before = policy.https.expiries()["https"]
+        second = issue(20)
+        for name in ("localhost", None):
+            await asks(server, second, name)
+        assert policy.https.expiries()["https"] == pytest.approx(before + 10 * 86400, abs=60)
+        key.write_bytes(b"")
+        await asks(server, second, None)
+        assert "cannot load TLS files" in str(policy.https.problem)
+        assert policy.https.expiries()["https"] > before
 
 
 async def test_a_tls_key_with_a_pass_phrase_is_refused_and_nobody_is_asked_for_it(

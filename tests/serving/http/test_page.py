@@ -9,6 +9,9 @@ from collections.abc import Callable
 from html.parser import HTMLParser
 from typing import Any
 
+import pytest
+
+from dgr.serving.http import service
 from dgr.serving.http.keys import ApiKeys
 from dgr.testing.waits import until
 
@@ -61,7 +64,8 @@ async def test_the_page_holds_all_that_it_needs(serve: Callable[..., Any]) -> No
             assert (await server.ask("GET", f"/{path}")).status != 404
 
 
-async def test_the_route_is_told_stage_by_stage(serve: Callable[..., Any]) -> None:
+async def test_the_route_is_told_stage_by_stage(serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "_FRESH", 0.0)
     async with serve(sessions=2) as server:
         server.model.hold()
         stream = await server.stream({"messages": [{"role": "user", "content": "hi"}], "stream": True})
@@ -72,6 +76,13 @@ async def test_the_route_is_told_stage_by_stage(serve: Callable[..., Any]) -> No
         assert told["load"]["in_flight"] == 1
         stages = [(stage["address"], stage["layers"], stage["devices"], stage["lost"]) for stage in told["stages"]]
         assert stages == [(f"stage-{n}", f"{n}:{n + 1}", ["fake"], None) for n in range(3)]
+        for name, stage in zip(server.model.offline.cluster.shards, told["stages"], strict=True):
+            load, shard = stage["load"], server.model.offline.cluster.shards[name]
+            assert (load["slots"], load["slots_leased"], load["ready"]) == (2, 1, True)
+            assert load["state_leased_bytes"] == shard.ledger.leased_bytes
+            assert load["weights_bytes"] == shard.ledger.memory.weights
+        # What the head has not begun nobody behind it has seen.
+        assert [stage["load"]["running_seconds"] > 0 for stage in told["stages"]] == [True, False, False]
         server.model.release()
         await stream.aclose()
         server.model.offline.cluster.stop("stage-1")
@@ -80,6 +91,8 @@ async def test_the_route_is_told_stage_by_stage(serve: Callable[..., Any]) -> No
         assert not told["ready"]
         assert [stage["lost"] is None for stage in told["stages"]] == [True, False, True]
         assert "stage-1" in told["stages"][1]["lost"]
+        told = (await server.ask("GET", "/status")).json()
+        assert [stage["load"] is None for stage in told["stages"]] == [False, True, False]
 
 
 async def test_the_status_needs_a_key_where_there_are_any(serve: Callable[..., Any]) -> None:
@@ -88,3 +101,14 @@ async def test_the_status_needs_a_key_where_there_are_any(serve: Callable[..., A
         assert (await server.ask("GET", "/status")).status == 401
         headers = {"authorization": "Bearer 0123456789abcdef-key"}
         assert (await server.ask("GET", "/status", **headers)).status == 200
+
+
+async def test_the_page_reads_what_the_status_tells(serve: Callable[..., Any]) -> None:
+    """Every field of a load that the script asks for is there."""
+    async with serve() as server:
+        code = Parsed((await server.ask("GET", "/")).body.decode()).code["script"]
+        load = (await server.ask("GET", "/status")).json()["stages"][0]["load"]
+    used = set(re.findall(r'\bgrew\("(\w+)"\)', code)) | set(re.findall(r"\bload\.(\w+)", code))
+    assert len(used) > 6
+    of_the_server = {"running", "waiting", "tokens"}
+    assert used <= set(load) | of_the_server

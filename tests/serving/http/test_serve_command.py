@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import openai
 import pytest
 import trio
 from narrow import present
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from serving.http.programs import CONTEXT, served
 
 import dgr
@@ -48,7 +52,9 @@ def refusal(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
         (("--model", "x.gguf", "--client-timeout", "0"), "timeout of clients is 0"),
         (("--route", "none.toml"), "cannot read none.toml"),
         (("--route", "none.toml", "--split", "0:7"), "give one of them"),
+        (("--model", "x.gguf", "--follow"), "--follow follows the file of --route"),
         (("--model", "x.gguf", "--mtp"), "multi-token prediction"),
+        (("--model", "x.gguf", "--trace-dir", "nowhere"), "nowhere is no folder"),
     ],
 )
 def test_what_cannot_be_served_is_refused(
@@ -79,6 +85,8 @@ def test_without_the_extra_it_says_what_to_install(
 ) -> None:
     monkeypatch.setattr("dgr.cli.options._lacks", lambda name: name == "starlette")
     assert "needs starlette: install dgr with its extra `http`" in refusal("--model", "x.gguf")
+    monkeypatch.setattr("dgr.cli.options._lacks", lambda name: name == "opentelemetry.sdk")
+    assert "needs opentelemetry.sdk: install dgr with its extra `otel`" in refusal("--model", "x.gguf", "--otel")
 
 
 def test_the_library_itself_needs_none_of_it() -> None:
@@ -187,3 +195,55 @@ def test_stages_elsewhere_are_served_with_as_many_slots_as_they_have(small: Path
     finally:
         stage.kill()
         stage.communicate()
+
+
+class Collector(BaseHTTPRequestHandler):
+    """Takes what is exported to it over OTLP."""
+
+    taken: ClassVar[list[ExportTraceServiceRequest]] = []
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["content-length"]))
+        if self.headers.get("content-encoding") == "gzip":
+            body = gzip.decompress(body)
+        self.taken.append(ExportTraceServiceRequest.FromString(body))
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        """Nothing to say."""
+
+
+def test_a_collector_gets_the_spans_of_a_request_and_of_its_stages(
+    small: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The program, OTLP over a socket, the standard environment; what is under way when the server ends is still sent."""
+    collector = ThreadingHTTPServer(("127.0.0.1", 0), Collector)
+    thread = threading.Thread(target=collector.serve_forever)
+    thread.start()
+    try:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{collector.server_address[1]}")
+        monkeypatch.setenv("OTEL_SERVICE_NAME", "a-server")
+        with served("--model", small, "--split", "0:3,3:7", "--otel", "--name", "tiny") as (process, line):
+            client = openai.OpenAI(base_url=f"{line['url']}/v1", api_key="none", max_retries=0, timeout=30)
+            client.completions.create(model="tiny", prompt=QUESTION, max_tokens=4, temperature=0)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(20) == 0
+            assert process.stderr is not None
+            assert process.stderr.read() == ""
+    finally:
+        collector.shutdown()
+        collector.server_close()
+        thread.join()
+    found: dict[str, list[str]] = {}
+    for resource in (one for request in Collector.taken for one in request.resource_spans):
+        facts = {fact.key: fact.value.string_value for fact in resource.resource.attributes}
+        name = facts["service.name"]
+        who = f"{name} {facts['service.instance.id']}" if name == "dgr-stage" else name
+        found.setdefault(who, []).extend(span.name for scope in resource.scope_spans for span in scope.spans)
+    frames = found["a-server"].count("work frame")
+    assert frames >= 4
+    assert {name: len(spans) for name, spans in found.items()} == {
+        "a-server": frames + 4, "dgr-stage stage-0": frames, "dgr-stage stage-1": frames,
+    }  # fmt: skip
+    assert {"POST /v1/completions", "queue", "prefill", "decode"} < set(found["a-server"])

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster.remote_stages import PROMPT, TWO, answer_of, open_hosts
+from cluster.remote_stages import PROMPT, TWO, Authority, answer_of, open_hosts
 from serving.http.http_servers import Server
 from serving.monitor.scrapes import Scrape, scrape, watched
 
 from dgr.cluster.connect import LinkPolicy
+from dgr.serving.monitor.stage import StageMonitor
 from dgr.testing.waits import until
 from dgr.wire.tcp import parse_address
 
@@ -57,6 +58,13 @@ async def of_server(serve: Callable[..., AbstractAsyncContextManager[Server]]) -
     async with serve() as server:
         assert (await server.chat("hello")).status == 200
         return Scrape.of((await server.ask("GET", "/metrics")).body.decode())
+
+
+def of_certificates(folder: Path) -> Scrape:
+    """What a program with certificates has beside the rest."""
+    text = StageMonitor((Authority(folder / "ca").credentials("127.0.0.1"),)).text().decode()
+    first = text.index("# HELP dgr_certificate")
+    return Scrape.of(text[first : text.index("# HELP process_")])
 
 
 async def of_stage() -> Scrape:
@@ -110,10 +118,11 @@ def table(section: str) -> dict[str, tuple[str, set[str], str]]:
     return {name: (kind, set(labels.split(",")) - {""}, what) for name, labels, kind, what in rows}
 
 
-async def test_the_page_tells_of_every_metric_and_of_no_other(serve: Callable[..., Any]) -> None:
+async def test_the_page_tells_of_every_metric_and_of_no_other(serve: Callable[..., Any], tmp_path: Path) -> None:
     for section, seen in (
         ("Metrics of a server", await of_server(serve)),
         ("Metrics of a stage", await of_stage()),
+        ("Certificates", of_certificates(tmp_path)),
     ):
         labels, exposed = labels_of(seen), {}
         for family, kind in seen.types.items():

@@ -7,12 +7,17 @@ from contextlib import AbstractAsyncContextManager
 
 import pytest
 import trio
+from cluster.remote_stages import open_hosts
 from serving.http.http_servers import Server
-from serving.monitor.scrapes import Scrape
+from serving.monitor.scrapes import Scrape, scrape, watched
 
 from dgr.client.events import FAILURE, EventHub, RePrefilled, RouteDown
 from dgr.core.log_fields import short_route
 from dgr.protocol.states import RouteState
+from dgr.serving.api.prompts import Thinking
+from dgr.serving.http import service
+from dgr.serving.http.service import ServerOptions
+from dgr.serving.metrics.stages import SeenStage, stage_metrics
 from dgr.testing.waits import until
 
 Serve = Callable[..., AbstractAsyncContextManager[Server]]
@@ -86,6 +91,66 @@ async def test_a_route_that_changed_under_an_answer_is_counted(serve: Serve) -> 
         assert seen("dgr_re_prefills_total", reason="route change") == 1
         assert seen("dgr_re_prefilled_tokens_total", reason="route change") > replies[0]["usage"]["prompt_tokens"]
         assert sum(seen.all("dgr_re_prefills_total")) == 1
+
+
+async def test_stages_without_a_port_of_their_own_are_told_of_by_their_server(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "_FRESH", 0.0)
+    options = ServerOptions(model="m", thinking=Thinking.OFF, stage_metrics=True)
+    async with serve(options=options) as server:
+        usage = (await server.chat("hello")).json()["usage"]
+        shards = server.model.offline.cluster.shards
+        seen = await scraped(server)
+        for name, shard in shards.items():
+            load = shard.load()
+            prefill, decode = load.prefill.tokens.total, load.decode.tokens.total
+            assert (prefill, decode) == (usage["prompt_tokens"], usage["completion_tokens"])
+            assert seen("dgr_stage_batch_tokens_sum", stage=name, kind="prefill") == prefill
+            assert seen("dgr_stage_batch_tokens_sum", stage=name, kind="decode") == decode
+            assert seen("dgr_stage_slots", stage=name) == load.slots
+            assert seen("dgr_stage_slots_leased", stage=name) == 1  # of the session that is kept
+            assert seen("dgr_stage_info", stage=name, layers=str(shard.description.layers)) == 1
+            assert seen.all("dgr_stage_link_frames_total", stage=name, side="pipeline", direction="sent")
+        server.model.offline.cluster.stop("stage-1")
+        await until(lambda: not server.engine.is_ready)
+        assert len((await scraped(server)).all("dgr_stage_slots")) == 2
+    async with serve() as server:
+        assert not any(name.startswith("dgr_stage") for name in (await scraped(server)).samples)
+
+
+async def test_whoever_asks_often_is_told_the_same_for_a_while(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "_FRESH", 1000.0)
+    async with serve() as server:
+
+        async def loads() -> list[dict[str, object]]:
+            return [stage["load"] for stage in (await server.ask("GET", "/status")).json()["stages"]]
+
+        assert await loads() == await loads() != [None] * 3
+
+
+def test_a_server_and_a_stage_tell_the_same_of_a_stage() -> None:
+    """But for what concerns its own port, and whether it is open at all."""
+
+    async def run() -> tuple[set[str], set[str]]:
+        async with open_hosts() as hosts:
+            whole = await hosts.start("0:6")
+            async with watched(whole) as (_, address), hosts.pipeline([whole]) as pipeline:
+                loads = await pipeline.load()
+                found = [
+                    SeenStage(whole.shard.description, one, name) for name, one in loads.items() if one is not None
+                ]
+                ours = {family.name for family in stage_metrics(found)}
+                own = {name for name in (await scrape(address)).helps if name.startswith("dgr_stage")}
+                return ours, own
+
+    ours, own = trio.run(run)
+    assert own - ours == {
+        "dgr_stage_ready",
+        "dgr_stage_draining",
+        *(f"dgr_stage_links{what}" for what in ("", "_handshaking", "_accepted", "_refused")),
+    }
+    assert ours <= own
 
 
 def test_the_texts_of_errors_make_no_series() -> None:

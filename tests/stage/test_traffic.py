@@ -7,11 +7,12 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from dgr.cluster import traffic
-from dgr.cluster.traffic import Side, Traffic
+from dgr.core.load import Side
 from dgr.core.route import LayerRange
 from dgr.core.values import ContextParams
 from dgr.protocol.limits import limits_of
+from dgr.stage import traffic
+from dgr.stage.traffic import Traffic
 from dgr.testing.engines.fake import FakeEngine
 from dgr.wire.frames import Ping
 from dgr.wire.links import Link, open_link

@@ -5,24 +5,16 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from enum import StrEnum
 
+from dgr.core.load import LINKS_MAX, LinkLoad, Side
 from dgr.wire.links import Link, LinkStatistics
 
-__all__ = ["Side", "Traffic"]
+__all__ = ["Traffic"]
 
 #: Peers whose ended links are remembered; what is older is forgotten, so that strangers cannot fill the memory.
 _REMEMBERED = 64
 
 _NOTHING = LinkStatistics(0, 0, 0, 0, 0)
-
-
-class Side(StrEnum):
-    """Where a link leads."""
-
-    PIPELINE = "pipeline"
-    PREVIOUS = "previous"
-    NEXT = "next"
 
 
 class Traffic:
@@ -51,6 +43,24 @@ class Traffic:
         for link, key in self._open.items():
             found[key] = _sum(found.get(key, _NOTHING), link.statistics(), is_open=True)
         return found
+
+    def load(self) -> tuple[LinkLoad, ...]:
+        """The same of the peers over whose links most bytes went."""
+        found = [
+            LinkLoad(
+                side=side,
+                peer=peer,
+                frames_sent=one.frames_sent,
+                frames_received=one.frames_received,
+                bytes_sent=one.bytes_sent,
+                bytes_received=one.bytes_received,
+                bytes_queued=one.bytes_queued,
+                seconds_waited=one.seconds_waited,
+                round_trip=one.round_trip or 0.0,
+            )
+            for (side, peer), one in self.statistics().items()
+        ]
+        return tuple(sorted(found, key=lambda one: one.bytes_sent + one.bytes_received, reverse=True)[:LINKS_MAX])
 
 
 def _sum(before: LinkStatistics, one: LinkStatistics, *, is_open: bool = False) -> LinkStatistics:

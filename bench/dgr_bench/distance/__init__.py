@@ -1,0 +1,1 @@
+"""How far native numerics, other thread counts and other devices are from exact numerics, as distributions."""

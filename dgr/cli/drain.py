@@ -1,0 +1,73 @@
+"""``dgr drain``: empty a stage before it is maintained."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import trio
+
+from dgr.cli.options import add_link_arguments, link_policy_of
+from dgr.cli.streams import print_json
+from dgr.cluster.occupancy import drain, take_back
+from dgr.cluster.route_file import read_route_file
+from dgr.errors import InputError
+from dgr.wire.frames import Occupancy
+
+__all__ = ["register", "run"]
+
+
+def register(subparsers: argparse._SubParsersAction[Any]) -> None:
+    """Add the command."""
+    parser = subparsers.add_parser(
+        "drain",
+        help="empty a stage before it is maintained",
+        description="Have a stage take no new pipelines and no new sessions. Pipelines that know another stage of its layers"
+        " move there and prefill again; the answers of others end where they are. Ends when no session is left, which it"
+        " tells. The stage stays drained until it is started again, or --undo. Exit code 1: sessions are left.",
+    )
+    parser.add_argument("address", metavar="HOST:PORT", help="the stage, as a route names it")
+    parser.add_argument("--route", metavar="TOML", help="a route file whose credentials to use")
+    parser.add_argument(
+        "--timeout", type=float, default=300.0, metavar="SECONDS", help="wait no longer than this (default: 300)"
+    )
+    parser.add_argument(
+        "--idle",
+        type=int,
+        default=10,
+        metavar="SECONDS",
+        help="end sessions without work for this long: more than two tokens of an answer may be apart (default: 10)",
+    )
+    parser.add_argument("--undo", action="store_true", help="have it take pipelines and sessions again")
+    add_link_arguments(parser)
+    parser.add_argument("--json", action="store_true", help="print JSON lines: one for each change of who is there")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    if not 0 <= args.timeout <= 86_400:
+        raise InputError(f"--timeout is {args.timeout:g} seconds; give 0 to 86400")
+    if not 0 <= args.idle <= 86_400:
+        raise InputError(f"--idle is {args.idle} seconds; give 0 to 86400")
+    tls = None if args.route is None else read_route_file(args.route).tls
+    policy = link_policy_of(args, tls)
+
+    def tell(now: Occupancy) -> None:
+        if args.json:
+            facts = {"draining": now.draining, "routes": now.routes, "sessions": now.sessions}
+            print_json({"stage": args.address, **facts})
+        elif not now.draining:
+            print(f"stage {args.address} takes pipelines and sessions again", flush=True)
+        elif now.sessions:
+            print(f"stage {args.address} is being drained: {now.sessions} sessions left", flush=True)
+        else:
+            print(f"stage {args.address} is drained: no session is left", flush=True)
+
+    async def go() -> None:
+        if args.undo:
+            tell(await take_back(args.address, policy))
+        else:
+            await drain(args.address, policy, seconds=args.timeout, idle=args.idle, tell=tell)
+
+    trio.run(go)
+    return 0

@@ -1,0 +1,1 @@
+"""Metrics that several servers have in common."""

@@ -1,0 +1,1 @@
+"""Traces as people and other programs read them: accounts, files for Perfetto, OpenTelemetry."""
