@@ -813,6 +813,26 @@ async def test_an_honest_pair_never_runs_over_its_credit(autojump_clock: MockClo
     assert not held
 
 
+async def test_credit_that_is_held_back_keeps_no_payload_waiting(autojump_clock: MockClock) -> None:
+    """Credits are gathered; but whoever keeps one of the largest payloads must still get the next one."""
+    limits = WIDE
+    near, far = memory_transports()
+    async with (
+        open_link(near, limits, credit=limits.under_way) as left,
+        open_link(far, limits, granted=limits.under_way) as right,
+        trio.open_nursery() as nursery,
+    ):
+        nursery.start_soon(take_all, left, [])
+        await left.send(*boundary(1, 1, 1, limits))
+        right.grant(len((await anext(right)).payload or b""))
+        for session in (2, 3):
+            nursery.start_soon(left.send, *boundary(session, 1, limits.n_batch, limits))
+        with trio.fail_after(5):
+            taken = [len((await anext(right)).payload or b"") for _ in (2, 3)]
+        nursery.cancel_scope.cancel()
+    assert taken == [limits.under_way // 2] * 2
+
+
 async def test_limits_and_credits_settled_by_a_handshake_hold_from_then_on(autojump_clock: MockClock) -> None:
     tiny = Limits(n_batch=1, boundary_width=1, n_vocab=1)
     async with AsyncExitStack() as stack:
