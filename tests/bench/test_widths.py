@@ -106,6 +106,7 @@ def test_one_layer_of_each_kind_stands_for_it() -> None:
         ("LIGHTNING_INDEXER", "lid_score_masked", "indexer"),
         ("TOP_K", "", "indexer"),
         ("MUL_MAT", "attn_compressor_gate", "compressor"),
+        ("CONCAT", "csa_k_all", "joining of rows"),
         ("FLASH_ATTN_EXT", "attn_sinks", "attention"),
         ("DSV4_HC_POST", "l_last", "streams"),
         ("MUL_MAT", "output", "output head"),

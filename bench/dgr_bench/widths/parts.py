@@ -13,6 +13,8 @@ PARTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "shared expert": (("ffn_gate_shexp", "ffn_up_shexp", "ffn_down_shexp", "ffn_swiglu"), ()),
     "projections": (("attn_q_a", "attn_q_b", "attn_kv", "attn_output"), ()),
     "indexer": (("indexer", "lid_", "csa_lid", "csa_top_k"), ("LIGHTNING_INDEXER", "TOP_K")),
+    # The graph makes one tensor of the window's rows and the compressed ones, by copying both.
+    "joining of rows": (("csa_k_all", "hca_k_all", "hca_kq_mask"), ()),
     "compressor": (("attn_compressor", "csa_", "hca_"), ()),
     "attention": (("attn_sinks",), ("FLASH_ATTN_EXT",)),
     "streams": (("hc_",), ("DSV4_HC_COMB", "DSV4_HC_PRE", "DSV4_HC_POST")),
