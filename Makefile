@@ -4,8 +4,8 @@
 # make test-fuzz:  thousands of damaged inputs, seeded
 # make test-llama-bench: what runs upstream's llama-bench, which it builds on demand
 # make test-load: the load client llama-benchy against a server, offline; it has an environment of its own
-# make test-vulkan: native numerics on a Vulkan device, a software one where there is no card; a build of its own
 # make test-ray: stages in a Ray cluster on this machine; Ray has an environment of its own, over the other one
+# make test-vulkan: native numerics on a Vulkan device, a software one where there is no card; a build of its own
 # make test-kernel-builds: exact numerics on builds for other instruction sets, which it makes on demand
 # make lint      ruff, mypy, import-linter, clang-format
 # make build     the virtual environment with dgr in it, editable; C++ changes rebuild

@@ -114,12 +114,15 @@ typedef struct dgr_run {
     const int32_t * positions;   // [n_tokens], per sequence exactly P, P+1, ...
     const int32_t * slots;       // [n_tokens]
     const uint8_t * want_logits; // [n_tokens] non-zero: a row of logits is wanted; must be all zero unless tail
-    const float * residual_in;   // [n_tokens * width_in], NULL on a head
-    float * residual_out;        // [n_tokens * width_out], NULL on a tail
+    const void * residual_in;    // [n_tokens] rows of width_in values as residual_type, NULL on a head
+    void * residual_out;         // [n_tokens] rows of width_out values as residual_type, NULL on a tail
     float * logits_out;          // [rows wanted * n_vocab], NULL when none is wanted
     uint8_t * row_finite;        // [n_tokens] out: 1 when the token's output row (residual or logits) is finite, and no
                                  // value of a residual exceeds 1e15 in magnitude;
-                                 // 1 too where a tail was asked for no row
+                                 // 1 too where a tail was asked for no row; 2 when residual_type cannot carry a value.
+                                 // The residual of a token that has no 1 here is zeros
+    int32_t residual_type; // ggml_type of residuals that come in and go out: 0 f32, 1 f16, 8 q8_0, 30 bf16; rounded
+                           // and read by ggml's reference code, row by row
 } dgr_run;
 
 typedef struct dgr_component_summary {

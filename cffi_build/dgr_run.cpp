@@ -4,7 +4,9 @@
 #include "llama-ext.h" // staging API: the residual leaves through the nextn embeddings
 
 #include <algorithm>
+#include <cmath>
 #include <cstring>
+#include <vector>
 
 namespace dgr {
 
@@ -38,6 +40,34 @@ static bool all_residual(const float * values, size_t n) {
         bad |= !is_residual(values[i]);
     }
     return bad == 0;
+}
+
+// How residuals come in and go out. Anything but f32 is rounded on its way out, each row by itself, by ggml's reference code.
+struct residual_format {
+    const ggml_type_traits * traits;
+    size_t width;
+    size_t row_bytes;
+    float most; // the greatest magnitude that it carries
+
+    bool is_f32() const { return traits->type_size == sizeof(float) && traits->blck_size == 1; }
+};
+
+static residual_format format_of(const dgr_run & run, size_t width) {
+    const ggml_type type = (ggml_type) run.residual_type;
+    float most           = RESIDUAL_MAX;
+    switch (type) {
+        case GGML_TYPE_F32:
+        case GGML_TYPE_BF16: break;
+        case GGML_TYPE_F16: most = 65504.0f; break;
+        case GGML_TYPE_Q8_0: most = 127 * 65504.0f; break; // the scale of a block is an f16
+        default: refuse("residual_type is %d, must be 0 (f32), 1 (f16), 8 (q8_0) or 30 (bf16)", run.residual_type);
+    }
+    const ggml_type_traits * traits = ggml_get_type_traits(type);
+    if (width % traits->blck_size) {
+        refuse("a residual of %zu values a token does not go in blocks of %d (%s)", width, (int) traits->blck_size,
+            traits->type_name);
+    }
+    return { traits, width, ggml_row_size(type, (int64_t) width), most };
 }
 
 void check_slot(const dgr_stage & stage, int32_t slot) {
@@ -116,30 +146,35 @@ static uint32_t count_rows(const dgr_stage & stage, const dgr_run & run) {
     return rows;
 }
 
-static void check_residual(const dgr_stage & stage, const dgr_run & run) {
-    const size_t width = stage.info.width_in;
-    for (int32_t i = 0; width > 0 && i < run.n_tokens; ++i) {
-        const float * row = run.residual_in + i * width;
-        if (!all_residual(row, width)) {
-            const float value = *std::find_if_not(row, row + width, is_residual);
-            fail(DGR_ERR_NON_FINITE,
-                "the residual of slot %d at position %d holds %g: values must be finite and at most %g in magnitude; "
-                "drop the session",
-                run.slots[i], run.positions[i], value, RESIDUAL_MAX);
-        }
+static void check_residual(const dgr_run & run, int32_t i, const float * row, size_t width) {
+    if (!all_residual(row, width)) {
+        const float value = *std::find_if_not(row, row + width, is_residual);
+        fail(DGR_ERR_NON_FINITE,
+            "the residual of slot %d at position %d holds %g: values must be finite and at most %g in magnitude; "
+            "drop the session",
+            run.slots[i], run.positions[i], value, RESIDUAL_MAX);
     }
 }
 
+// A row is looked at as it is copied, while it is in the cache; a batch that is refused half-filled changed nothing.
 static void fill_batch(dgr_stage & stage, const dgr_run & run) {
-    const size_t width      = stage.info.width_in;
+    const size_t width           = stage.info.width_in;
+    const residual_format format = format_of(run, width);
+    std::vector<float> read(format.is_f32() ? 0 : width);
     llama_batch_ext * batch = stage.batch.get();
     llama_batch_ext_clear(batch);
     for (int32_t i = 0; i < run.n_tokens; ++i) {
         const int32_t entry = llama_batch_ext_add_token(batch, run.slots[i], run.tokens[i]);
         bool ok             = entry == i && llama_batch_ext_set_pos(batch, entry, run.positions + i);
         if (ok && width > 0) {
-            ok = llama_batch_ext_set_embd_token(
-                batch, entry, { run.residual_in + i * width, /*.n_rows =*/1, /*.n_embd =*/width });
+            const char * came = (const char *) run.residual_in + i * format.row_bytes;
+            const float * row = (const float *) came;
+            if (!format.is_f32()) {
+                format.traits->to_float(came, read.data(), (int64_t) width);
+                row = read.data();
+            }
+            check_residual(run, i, row, width);
+            ok = llama_batch_ext_set_embd_token(batch, entry, { row, /*.n_rows =*/1, /*.n_embd =*/width });
         }
         if (!ok || !llama_batch_ext_set_output_logits(batch, entry, run.want_logits[i] != 0)) {
             refuse("llama.cpp refused entry %d of the batch", i);
@@ -182,24 +217,50 @@ static void decode(dgr_stage & stage, const dgr_run & run) {
         reason.c_str());
 }
 
-static void copy_outputs(dgr_stage & stage, const dgr_run & run, uint32_t rows) {
-    const bool tail    = stage.is_tail();
-    const size_t width = tail ? stage.info.n_vocab : stage.info.width_out;
-    const size_t n     = tail ? rows : run.n_tokens;
-    float * out        = tail ? run.logits_out : run.residual_out;
+// Writes one row as it goes out, and tells whether it may: 1, or as dgr_run.row_finite says.
+static uint8_t put_residual(const residual_format & format, const float * row, char * out) {
+    uint8_t verdict = all_residual(row, format.width);
+    if (verdict == 1 && format.most < RESIDUAL_MAX) {
+        for (size_t i = 0; i < format.width; ++i) {
+            verdict |= std::fabs(row[i]) > format.most ? 2 : 0; // no early exit: this vectorizes
+        }
+        verdict = verdict > 1 ? 2 : 1;
+    }
+    if (verdict != 1) {
+        memset(out, 0, format.row_bytes);
+    } else if (format.is_f32()) {
+        memcpy(out, row, format.row_bytes);
+    } else {
+        format.traits->from_float_ref(row, out, (int64_t) format.width);
+    }
+    return verdict;
+}
 
+static void copy_outputs(dgr_stage & stage, const dgr_run & run, uint32_t rows) {
     memset(run.row_finite, 1, run.n_tokens);
-    if (n == 0) {
+    if (stage.is_tail() && rows == 0) {
         llama_synchronize(stage.ctx.get());
         return;
     }
-    const float * source = tail ? llama_get_logits(stage.ctx.get()) : llama_get_embeddings_nextn(stage.ctx.get());
-    memcpy(out, source, n * width * sizeof(float));
-    for (int32_t i = 0, row = 0; i < run.n_tokens; ++i) {
-        if (!tail || run.want_logits[i]) {
-            run.row_finite[i] = tail ? all_finite(out + row * width, width) : all_residual(out + row * width, width);
-            ++row;
+    if (stage.is_tail()) {
+        const size_t width   = stage.info.n_vocab;
+        const float * source = llama_get_logits(stage.ctx.get());
+        float * out          = run.logits_out;
+        for (int32_t i = 0; i < run.n_tokens; ++i) {
+            if (run.want_logits[i]) {
+                memcpy(out, source, width * sizeof(float));
+                run.row_finite[i] = all_finite(out, width);
+                out += width;
+                source += width;
+            }
         }
+        return;
+    }
+    const residual_format format = format_of(run, stage.info.width_out);
+    const float * source         = llama_get_embeddings_nextn(stage.ctx.get());
+    for (int32_t i = 0; i < run.n_tokens; ++i) {
+        run.row_finite[i] =
+            put_residual(format, source + i * format.width, (char *) run.residual_out + i * format.row_bytes);
     }
 }
 
@@ -212,8 +273,8 @@ static void run_batch(dgr_stage & stage, const dgr_run & run) {
     }
     check_pointers(stage, run);
     check_entries(stage, run);
+    format_of(run, stage.info.width_out); // what cannot go out is refused before anything is computed
     const uint32_t rows = count_rows(stage, run);
-    check_residual(stage, run);
     fill_batch(stage, run);
     for (int32_t i = 0; i < run.n_tokens; ++i) {
         const int32_t slot  = run.slots[i];

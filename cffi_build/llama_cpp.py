@@ -7,8 +7,10 @@ key made of everything that decides what the libraries compute: pin, patches, co
     python llama_cpp.py                 # build unless cached, print the prefix
     python llama_cpp.py --unpatched     # upstream as it is, for tests that compare with it
     python llama_cpp.py --llama-bench   # upstream's llama-bench as it is; prints the path of the binary
+    python llama_cpp.py --llama-server  # the same of llama-server
+    python llama_cpp.py --rpc-server    # the same of rpc-server, with a llama-bench beside it that knows --rpc
     python llama_cpp.py source DIR      # only the patched source tree
-    python llama_cpp.py digest DIR      # digest of the used paths of a tree; with --llama-bench, of what that needs besides
+    python llama_cpp.py digest DIR      # digest of the used paths of a tree; with a program's flag, of what that needs besides
 
 DGR_LLAMA_CPP_SOURCE names a checkout to use in place of the download; it must have the pinned digest.
 DGR_LLAMA_CMAKE_ARGS are further CMake arguments for llama.cpp, for instance -DGGML_CUDA=ON. With a backend for devices the
@@ -68,8 +70,23 @@ CMAKE_ARGS = (
     f"-DLLAMA_BUILD_COMMIT={PIN['upstream']['commit']}",
 )
 
-#: What llama-bench needs besides; the last word counts.
-LLAMA_BENCH_ARGS = ("-DLLAMA_BUILD_COMMON=ON", "-DLLAMA_BUILD_TOOLS=ON")
+#: Upstream's programs that are built on demand, and the CMake arguments that each needs besides; the last word counts.
+PROGRAMS = {
+    "llama-bench": ("-DLLAMA_BUILD_COMMON=ON", "-DLLAMA_BUILD_TOOLS=ON"),
+    "llama-server": (
+        "-DLLAMA_BUILD_COMMON=ON",
+        "-DLLAMA_BUILD_TOOLS=ON",
+        "-DLLAMA_BUILD_SERVER=ON",
+        # No page to look at: it would be downloaded.
+        "-DLLAMA_BUILD_UI=OFF",
+        "-DLLAMA_USE_PREBUILT_UI=OFF",
+        "-DLLAMA_OPENSSL=OFF",
+    ),
+    # With a llama-bench beside it that reaches such servers.
+    "rpc-server": ("-DLLAMA_BUILD_COMMON=ON", "-DLLAMA_BUILD_TOOLS=ON", "-DGGML_RPC=ON"),
+}
+#: CMake targets of a program, itself first, where they are not its name alone; a binary of each is kept.
+TARGETS = {"rpc-server": ("ggml-rpc-server", "llama-bench")}
 
 
 #: By the option that turns a backend on: programs that decide its device code. ggml compiles for the cards that are here
@@ -133,6 +150,11 @@ def tree_digest(tree: Path, part: str = "tree") -> str:
     files = [path for used in PIN[part]["paths"] for path in _files(tree / used)]
     lines = sorted(f"{path.relative_to(tree).as_posix()} {file_digest(path)}\n" for path in files)
     return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+
+def pin_table(program: str) -> str:
+    """Return the table of pin.toml that names what a program is built from besides."""
+    return program.replace("-", "_")
 
 
 def _files(path: Path) -> Iterator[Path]:
@@ -220,19 +242,19 @@ def exact_kernels() -> str:
 
 
 class Flavour:
-    """What to build: patched or not, libraries or llama-bench, with which compilers and options."""
+    """What to build: patched or not, libraries or a program of upstream's, with which compilers and options."""
 
-    def __init__(self, *, patched: bool, cc: str, cxx: str, llama_bench: bool = False) -> None:
+    def __init__(self, *, patched: bool, cc: str, cxx: str, program: str | None = None) -> None:
         self.patched = patched
-        self.llama_bench = llama_bench
+        self.program = program
         self.cc = shutil.which(cc) or cc
         self.cxx = shutil.which(cxx) or cxx
         self.patch_digest = patch_digest() if patched else "unpatched"
         self.cmake_args = [*CMAKE_ARGS, *shlex.split(os.environ.get("DGR_LLAMA_CMAKE_ARGS", ""))]
         if patched:
             self.cmake_args.append(f"-DGGML_CPU_EXACT={exact_kernels()}")
-        if llama_bench:
-            self.cmake_args += LLAMA_BENCH_ARGS
+        if program is not None:
+            self.cmake_args += PROGRAMS[program]
 
     def identity(self) -> dict[str, object]:
         """Return everything that decides what the libraries compute."""
@@ -373,7 +395,7 @@ def build(flavour: Flavour) -> Path:
     with locked(prefix.with_suffix(".lock")):
         if prefix.exists():  # another process has just built it
             return prefix
-        what = "llama-bench of " if flavour.llama_bench else ""
+        what = "" if flavour.program is None else f"{flavour.program} of "
         kind = "patched" if flavour.patched else "unpatched"
         say(f"building {what}{kind} {PIN['upstream']['commit'][:9]}, a few minutes, once")
         work = Path(tempfile.mkdtemp(prefix=f"{flavour.key}-", dir=prefix.parent))
@@ -382,17 +404,19 @@ def build(flavour: Flavour) -> Path:
             source = staged / "source"  # stays: the shim reads private headers
             source.mkdir(parents=True)
             prepare_source(source, patched=flavour.patched)
-            if flavour.llama_bench:
-                copy_used_paths(source, "llama_bench")
+            if flavour.program is not None:
+                copy_used_paths(source, pin_table(flavour.program))
             run(
                 "cmake", "-S", source, "-B", work / "build", "-G", "Ninja", "--log-level=WARNING",
                 f"-DCMAKE_C_COMPILER={flavour.cc}", f"-DCMAKE_CXX_COMPILER={flavour.cxx}",
                 f"-DCMAKE_INSTALL_PREFIX={staged}", *flavour.cmake_args,
             )  # fmt: skip
-            run("cmake", "--build", work / "build", "--target", "llama-bench" if flavour.llama_bench else "llama")
-            if flavour.llama_bench:
+            targets = TARGETS.get(flavour.program or "llama", (flavour.program or "llama",))
+            run("cmake", "--build", work / "build", "--target", *targets)
+            if flavour.program is not None:
                 (staged / "bin").mkdir()
-                shutil.copy2(work / "build" / "bin" / "llama-bench", staged / "bin")
+                for target in targets:
+                    shutil.copy2(work / "build" / "bin" / target, staged / "bin")
                 shutil.rmtree(source)  # nothing is built against it
             else:
                 run("cmake", "--install", work / "build")
@@ -409,9 +433,9 @@ def build(flavour: Flavour) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Build the pinned llama.cpp and print its prefix.")
     parser.add_argument("--unpatched", action="store_true", help="upstream as it is")
-    parser.add_argument(
-        "--llama-bench", action="store_true", help="build upstream's llama-bench instead, unpatched, and print its path"
-    )
+    for name in PROGRAMS:
+        words = f"build upstream's {name} instead, unpatched, and print its path"
+        parser.add_argument(f"--{name}", dest="program", action="store_const", const=name, help=words)
     parser.add_argument("--cc", default=os.environ.get("CC") or "cc", help="C compiler")
     parser.add_argument("--cxx", default=os.environ.get("CXX") or "c++", help="C++ compiler")
     parser.add_argument("action", nargs="?", choices=("build", "source", "digest"), default="build")
@@ -419,18 +443,18 @@ def main() -> None:
     options = parser.parse_args()
     if (options.folder is None) != (options.action == "build"):
         parser.error("source and digest take a folder, build takes none")
-    if options.llama_bench and options.action == "source":
-        parser.error("--llama-bench goes with build and digest")
+    if options.program and options.action == "source":
+        parser.error(f"--{options.program} goes with build and digest")
     logging.basicConfig(level=logging.ERROR, stream=sys.stderr)  # patch-ng's
     try:
         if options.action == "digest":
-            print(tree_digest(options.folder, "llama_bench" if options.llama_bench else "tree"))
+            print(tree_digest(options.folder, "tree" if options.program is None else pin_table(options.program)))
         elif options.action == "source":
             options.folder.mkdir(parents=True)
             prepare_source(options.folder, patched=not options.unpatched)
-        elif options.llama_bench:
-            prefix = build(Flavour(patched=False, llama_bench=True, cc=options.cc, cxx=options.cxx))
-            print(prefix / "bin" / "llama-bench")
+        elif options.program is not None:
+            prefix = build(Flavour(patched=False, program=options.program, cc=options.cc, cxx=options.cxx))
+            print(prefix / "bin" / TARGETS.get(options.program, (options.program,))[0])
         else:
             print(build(Flavour(patched=not options.unpatched, cc=options.cc, cxx=options.cxx)))
     except BuildError as error:

@@ -112,7 +112,7 @@ class EngineError(DgrError):
 
 
 class NonFinite(EngineError):
-    """NaN or Inf in a residual or in logits: ends one request, never the stage."""
+    """NaN or Inf in a residual or in logits, or a value too great for the wire type: ends one request, never the stage."""
 
 
 # --- the link's or the peer's act ------------------------------------------------------------------------------------

@@ -19,8 +19,10 @@ from dgr_bench.certify import real_model, verify
 from dgr_bench.drill import command as drill
 from dgr_bench.frontier import command as frontier
 from dgr_bench.overhead import command as overhead
-from dgr_bench.overhead import hops, predictions, sessions
+from dgr_bench.overhead import hops, predictions, sessions, wires
+from dgr_bench.peers import command as peers
 from dgr_bench.results import SCHEMA
+from dgr_bench.widths import command as widths
 
 _COMMANDS = (
     certify.COMMAND,
@@ -35,6 +37,9 @@ _COMMANDS = (
     hops.COMMAND,
     sessions.COMMAND,
     predictions.COMMAND,
+    wires.COMMAND,
+    peers.COMMAND,
+    widths.COMMAND,
 )
 
 

@@ -31,7 +31,20 @@ _FILE = "result.json"
 #: Whoever holds it writes to the folder.
 _LOCK = ".lock"
 
-Kind = Literal["certify", "frontier", "overhead", "drill", "hops", "sessions", "plan", "selftest", "compare"]
+Kind = Literal[
+    "certify",
+    "frontier",
+    "overhead",
+    "drill",
+    "hops",
+    "sessions",
+    "plan",
+    "wires",
+    "peers",
+    "widths",
+    "selftest",
+    "compare",
+]
 
 
 class Result(msgspec.Struct, kw_only=True):

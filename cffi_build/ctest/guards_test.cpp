@@ -174,8 +174,11 @@ static void wrong_outputs(const stage_ptr & head, const stage_ptr & tail) {
 
     dgr_run run = { 1, &token, &zero, &zero, &yes, nullptr, row.data(), row.data(), &finite };
     CHECK(dgr_stage_run(head.get(), &run) == DGR_ERR_ARGUMENT && message_has("only the stage that ends at 43"));
-    run.want_logits  = &no;
-    run.residual_out = nullptr;
+    run.want_logits   = &no;
+    run.residual_type = 2;
+    CHECK(dgr_stage_run(head.get(), &run) == DGR_ERR_ARGUMENT && message_has("residual_type is 2, must be 0"));
+    run.residual_type = 0;
+    run.residual_out  = nullptr;
     CHECK(dgr_stage_run(head.get(), &run) == DGR_ERR_ARGUMENT && message_has("residual_out is NULL"));
     run.row_finite = nullptr;
     CHECK(dgr_stage_run(head.get(), &run) == DGR_ERR_ARGUMENT && message_has("required"));

@@ -5,11 +5,12 @@ from __future__ import annotations
 import stat
 from pathlib import Path
 
-from dgr.artifact.manifest import Manifest, decode_manifest
+from dgr.artifact.manifest import Manifest, decode_manifest, encode_manifest
 from dgr.artifact.parts import Parts
 from dgr.core.route import LayerRange
 from dgr.errors import ArtifactError
-from dgr.gguf.reader import GgufFile, ValueType
+from dgr.gguf.reader import GgufFile, MetaValue, ValueType
+from dgr.gguf.writer import u32
 from dgr.v4.hyper_parameters import ARCHITECTURE, HyperParameters
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "layers_of",
     "manifest_path",
     "read_stored_manifest",
+    "slice_keys",
 ]
 
 #: Keys of a slice. llama.cpp reads the first two (see the patch), dgr the others.
@@ -29,6 +31,16 @@ MANIFEST_KEY, PARENT_KEY = f"{ARCHITECTURE}.dgr.manifest", f"{ARCHITECTURE}.dgr.
 
 #: A manifest of V4 Flash has 0.3 MiB.
 _MAX_MANIFEST_BYTES = 64 << 20
+
+
+def slice_keys(layers: LayerRange, manifest: Manifest) -> dict[str, MetaValue]:
+    """What a slice says beside the keys of its model: its layers, and the whole model's manifest."""
+    return {
+        LAYER_BEGIN: u32(layers.begin),
+        LAYER_END: u32(layers.end),
+        PARENT_KEY: MetaValue(ValueType.STRING, manifest.identity),
+        MANIFEST_KEY: MetaValue(ValueType.STRING, encode_manifest(manifest).decode()),
+    }
 
 
 def manifest_path(parts: Parts) -> Path:

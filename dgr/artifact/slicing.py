@@ -9,15 +9,15 @@ from attrs import frozen
 
 from dgr.artifact.artifact import Artifact
 from dgr.artifact.digests import Progress, new_digest
-from dgr.artifact.manifest import Manifest, encode_manifest
-from dgr.artifact.slice_metadata import LAYER_BEGIN, LAYER_END, MANIFEST_KEY, PARENT_KEY
+from dgr.artifact.manifest import Manifest
+from dgr.artifact.slice_metadata import slice_keys
 from dgr.core.files.outputs import writing
 from dgr.core.files.targets import Target, find_target
 from dgr.core.route import LayerRange
 from dgr.errors import ArtifactError
-from dgr.gguf.reader import MetaValue, ValueType
+from dgr.gguf.reader import MetaValue
 from dgr.gguf.types import GgmlType
-from dgr.gguf.writer import TensorForm, lay_out, u32, zero_padding
+from dgr.gguf.writer import TensorForm, lay_out, zero_padding
 
 __all__ = ["SliceSummary", "write_slice"]
 
@@ -80,10 +80,7 @@ def write_slice(
 
 def _metadata(artifact: Artifact, layers: LayerRange, manifest: Manifest) -> dict[str, MetaValue]:
     kept = {key: value for key, value in artifact.file.metadata.items() if not key.startswith("split.")}
-    kept[LAYER_BEGIN], kept[LAYER_END] = u32(layers.begin), u32(layers.end)
-    kept[PARENT_KEY] = MetaValue(ValueType.STRING, manifest.identity)
-    kept[MANIFEST_KEY] = MetaValue(ValueType.STRING, encode_manifest(manifest).decode())
-    return kept
+    return kept | slice_keys(layers, manifest)
 
 
 def _stand_in(artifact: Artifact) -> list[TensorForm]:

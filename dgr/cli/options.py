@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from dgr.client.pace import CHUNK_SECONDS
 from dgr.cluster.connect import LinkPolicy
 from dgr.core.mtp import CONTRACT, not_executable
-from dgr.core.values import ContextParams, Numerics
+from dgr.core.values import ContextParams, Numerics, Wire
 from dgr.engine.devices import Placement
 from dgr.errors import InputError
 from dgr.wire.credentials import Credentials
@@ -90,7 +90,14 @@ def add_context_arguments(parser: argparse.ArgumentParser) -> None:
         "--numerics",
         choices=[one.value for one in Numerics],
         default=_DEFAULTS.numerics.value,
-        help="exact: the same bits however the work is cut; native: upstream's fastest kernels",
+        help="exact: the same bits however the work is cut; same-cuts: the same bits over the same layer ranges;"
+        " native: upstream's fastest kernels",
+    )
+    parser.add_argument(
+        "--wire",
+        choices=[one.value for one in Wire],
+        default=_DEFAULTS.wire.value,
+        help="how residuals travel between stages; all but f32 round them and need numerics same-cuts or native",
     )
     parser.add_argument("--flash-attn", choices=["on", "off"], default="on", help="flash attention (default: on)")
     parser.add_argument("--type-k", default=_DEFAULTS.type_k, metavar="TYPE", help="K-cache type: f16, f32, q8_0")
@@ -156,6 +163,7 @@ def context_of(args: argparse.Namespace) -> ContextParams:
         type_k=args.type_k,
         flash_attn=args.flash_attn == "on",
         numerics=Numerics(args.numerics),
+        wire=Wire(args.wire),
     )
 
 

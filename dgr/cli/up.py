@@ -44,6 +44,7 @@ _CONTEXT_FLAGS = {
     "n_ubatch": "--ubatch",
     "type_k": "--type-k",
     "numerics": "--numerics",
+    "wire": "--wire",
 }
 
 

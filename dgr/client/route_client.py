@@ -35,7 +35,7 @@ from dgr.client.replies import (
 )
 from dgr.core.route import Route, StageRef
 from dgr.core.state_machine import StateMachine
-from dgr.core.values import Key, Numerics, StageIdentity
+from dgr.core.values import Key, StageIdentity
 from dgr.engine.base import FORK
 from dgr.errors import ClosedError, DeadlineExceeded, DgrError, InvalidRoute, LinkBroken, SessionLost, WireError
 from dgr.protocol.states import ROUTE, RouteEvent, RouteState
@@ -126,7 +126,7 @@ class RouteClient:
         """Tokens of the next chunk: as ``chunk`` says; without it at most n_ubatch, and in exact numerics what takes
         ``chunk_seconds``."""
         if self._pace is None:
-            exact = self.descriptions[0].context.numerics is Numerics.EXACT
+            exact = self.descriptions[0].context.numerics.exact_kernels
             adapts = self._chunk is None and exact and self._chunk_seconds < math.inf
             self._pace = ChunkPace(self.limits.chunk, self._chunk_seconds if adapts else None)
         return self._pace

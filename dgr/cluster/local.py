@@ -127,7 +127,7 @@ class LocalCluster:
     async def _join(
         self, before: Shard, after: Shard, *, task_status: trio.TaskStatus[Link] = trio.TASK_STATUS_IGNORED
     ) -> None:
-        limits = limits_of(after.description)
+        limits = limits_of(after.description).unbroken()
         near, far = memory_transports()
         async with (
             open_link(far, limits, name=f"{after.name}<-{before.name}", granted=limits.under_way) as arriving,
@@ -155,7 +155,7 @@ class LocalCluster:
     async def connect(self, address: str) -> AsyncIterator[tuple[Link, StageIdentity]]:
         """A control link to a shard; the :class:`~dgr.client.pipeline.Connector` of this process."""
         shard = self._get(address)
-        limits = limits_of(shard.description)
+        limits = limits_of(shard.description).unbroken()
         near, far = memory_transports()
         async with (
             open_link(far, limits, name=f"{address}<-pipeline") as arriving,

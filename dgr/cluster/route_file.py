@@ -24,6 +24,7 @@ __all__ = ["RouteFile", "format_route_file", "read_route_file"]
 
 _CONTEXT = {
     "n_ctx": int, "n_batch": int, "n_ubatch": int, "n_seq_max": int, "type_k": str, "flash_attn": bool, "numerics": str,
+    "wire": str,
 }  # fmt: skip
 _STAGE = {"address": str, "layers": str, "model": str, "metrics": str, "device": str, "gpu_layers": int}
 #: A thousand times what a long route takes; a file of this size is something else, or a device without end.
@@ -38,7 +39,8 @@ class RouteFile:
         artifact = "b5c9..."          # optional: identity of the model, from dgr inspect
         model = "model.gguf"          # optional: file for the vocabulary, and for dgr up
 
-        [context]                     # optional: any of n_ctx, n_batch, n_ubatch, n_seq_max, type_k, flash_attn, numerics
+        [context]                     # optional: any of n_ctx, n_batch, n_ubatch, n_seq_max, type_k, flash_attn, numerics,
+                                      # wire
         n_ctx = 8192
 
         [tls]                         # optional on loopback: credentials of this host

@@ -14,6 +14,7 @@ from msgspec import Meta, Struct, field
 from dgr.core.arguments import check_flag, check_member, check_text, check_whole
 from dgr.core.route import LayerRange
 from dgr.core.scalars import COMPONENTS_MAX, TOP_MAX, U32, U63, Digest, Finite, Name, RouteId, TokenId
+from dgr.errors import InputError
 
 __all__ = [
     "ComponentSummary",
@@ -26,6 +27,7 @@ __all__ = [
     "StageIdentity",
     "StateSummary",
     "TopLogprob",
+    "Wire",
 ]
 
 #: Native code counts in 32 bits.
@@ -38,8 +40,39 @@ class Numerics(StrEnum):
 
     #: The same tokens give the same bits, however they are split, chunked, batched, threaded or re-prefilled.
     EXACT = "exact"
+    #: The kernels of ``exact``, and residuals that are rounded where the model is cut: the same tokens over the same cuts
+    #: give the same bits, however they are chunked, batched, threaded or re-prefilled; over other cuts they may differ.
+    SAME_CUTS = "same-cuts"
     #: Upstream's fastest kernels; equal bits only for equal batch structure.
     NATIVE = "native"
+
+    @property
+    def exact_kernels(self) -> bool:
+        """Whether the kernels' bits do not depend on how the work is batched."""
+        return self is not Numerics.NATIVE
+
+
+class Wire(StrEnum):
+    """How residuals travel between stages: as they are, or each token's rounded by itself, with ggml's own code."""
+
+    #: As they are.
+    F32 = "f32"
+    #: 8 bits of precision, the range of f32.
+    BF16 = "bf16"
+    #: 11 bits of precision, magnitudes to 65504; a greater one ends its request.
+    F16 = "f16"
+    #: Blocks of 32 values of 8 bits with a scale (ggml's q8_0), magnitudes to 8.3e6.
+    Q8 = "q8"
+
+    def row_bytes(self, width: int) -> int:
+        """Bytes of one token's residual of ``width`` values."""
+        match self:
+            case Wire.F32:
+                return 4 * width
+            case Wire.BF16 | Wire.F16:
+                return 2 * width
+            case _:
+                return -(-width // 32) * 34
 
 
 class LogitsWanted(IntEnum):
@@ -90,6 +123,8 @@ class ContextParams(_Value, frozen=True):
     type_k: Name = "f16"
     flash_attn: bool = True
     numerics: Numerics = Numerics.EXACT
+    #: How residuals travel between stages.
+    wire: Wire = Wire.F32
 
     def __post_init__(self) -> None:
         for name in ("n_ctx", "n_batch", "n_ubatch", "n_seq_max"):
@@ -97,6 +132,12 @@ class ContextParams(_Value, frozen=True):
         check_text("type_k", self.type_k)
         check_flag("flash_attn", self.flash_attn)
         check_member("numerics", self.numerics, Numerics)
+        check_member("wire", self.wire, Wire)
+        if self.wire is not Wire.F32 and self.numerics is Numerics.EXACT:
+            raise InputError(
+                f"wire {self.wire} rounds residuals where the model is cut, and numerics = exact promise the same bits however"
+                " it is cut; choose numerics = same-cuts (the same bits over the same cuts), or wire = f32"
+            )
 
 
 class SamplingParams(_Value, frozen=True):
@@ -159,8 +200,6 @@ class StageIdentity(_Value, frozen=True):
     runtime: Name = ""
     #: What may compute, preferred first, e.g. ``CUDA0 NVIDIA H200``; the CPU alone wherever numerics are exact.
     devices: Annotated[tuple[Name, ...], Meta(max_length=64)] = ()
-    #: How residuals travel; ``f32`` is bit-exact.
-    wire_dtype: Name = "f32"
 
     @property
     def is_head(self) -> bool:

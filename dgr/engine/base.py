@@ -25,7 +25,7 @@ class Work:
     """One run of consecutive tokens of one sequence.
 
     ``tokens`` are the ids of positions ``position .. position + len(tokens) - 1``. ``residual`` holds
-    ``len(tokens) * width_in`` little-endian float32 (absent on a head).
+    ``len(tokens)`` rows of ``width_in`` values, little-endian float32 or as the context's ``wire`` says (absent on a head).
     """
 
     slot: int
@@ -39,16 +39,17 @@ class Work:
 class Output:
     """The result of one :class:`Work` item.
 
-    ``residual``: ``len(tokens) * width_out`` little-endian float32, absent on a tail.
+    ``residual``: ``len(tokens)`` rows of ``width_out`` values, like those that come in; absent on a tail.
     ``logits``: ``rows * n_vocab`` little-endian float32 for the rows that were wanted, absent elsewhere.
     ``finite`` is False when any value of the item's output is NaN or Inf: the sequence is then poisoned and must be
-    closed by the caller.
+    closed by the caller. So it is when ``too_great``: a residual holds a value that the wire type does not carry.
     """
 
     slot: int
     residual: memoryview | bytes | None = None
     logits: memoryview | bytes | None = None
     finite: bool = True
+    too_great: bool = False
 
 
 @frozen

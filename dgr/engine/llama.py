@@ -12,17 +12,18 @@ from typing import Any
 from msgspec.structs import replace
 
 from dgr.artifact.artifact import Artifact
+from dgr.core.buffers import new_buffer
 from dgr.core.mtp import CAPABILITY, RESERVED, refuse_value
 from dgr.core.route import LayerRange
 from dgr.core.values import (
     ComponentSummary,
     ContextParams,
     LogitsWanted,
-    Numerics,
     SamplingParams,
     StageIdentity,
     StateSummary,
     TopLogprob,
+    Wire,
 )
 from dgr.engine.address_space import has_address_limit
 from dgr.engine.base import FORK, MemoryReport, Output, Work
@@ -43,6 +44,11 @@ ADAPTER = "llama-v4/1"
 _PIECE = 32 << 20
 #: Times that a state is read which changes meanwhile.
 _READINGS = 3
+
+#: ggml_type of residuals.
+_WIRE = {Wire.F32: 0, Wire.F16: 1, Wire.Q8: 8, Wire.BF16: 30}
+#: Verdict on a row that its wire type cannot carry.
+_TOO_GREAT = 2
 
 
 def draw_seed(seed: int, position: int, choice: int) -> int:
@@ -112,10 +118,10 @@ class LlamaEngine(NativeHandle):
 
         ``threads``: compute threads; more than the free cores is hundreds of times slower (ggml spins). ``mmap``: map the
         file, and fetch the layers' tensors from it at once where they fit the memory. ``mlock``: keep them in memory, which
-        raises :class:`~dgr.errors.BudgetExceeded` where the process may not lock that much. ``placement``: the devices that
-        native numerics run on, and how many of the layers lie there. ``certified_only``: with exact numerics, refuse types
-        that the invariance suite has not passed here; only the suite itself turns this off. ``mtp`` is reserved: None.
-        Raises :class:`~dgr.errors.ArtifactError` for weights that are missing, misshapen or of another model,
+        raises :class:`~dgr.errors.BudgetExceeded` where the process may not lock that much. ``placement``: the
+        devices that native numerics run on, and how many of the layers lie there. ``certified_only``: with exact numerics,
+        refuse types that the invariance suite has not passed here; only the suite itself turns this off. ``mtp`` is reserved:
+        None. Raises :class:`~dgr.errors.ArtifactError` for weights that are missing, misshapen or of another model,
         :class:`~dgr.errors.NumericsRefused` for types that are not known to be exact here,
         :class:`~dgr.errors.BudgetExceeded` where the process or a device has no room for it,
         :class:`~dgr.errors.MtpNotExecutable`, :class:`~dgr.errors.InputError` for any other value, a device that is not there
@@ -125,7 +131,7 @@ class LlamaEngine(NativeHandle):
         artifact = model if isinstance(model, Artifact) else Artifact.open(model)
         context, layers = given(artifact, layers, context)
         artifact.check(layers)
-        if certified_only and context.numerics is Numerics.EXACT:
+        if certified_only and context.numerics.exact_kernels:
             check_exact_types((kind.label for kind in artifact.matrix_types(layers)), context.type_k)
         needs = estimate_memory(artifact, layers, context, placement).host if has_address_limit() else 0
         identity = artifact.verify_weights(layers)
@@ -197,12 +203,13 @@ class LlamaEngine(NativeHandle):
         for work, rows in zip(batch, wanted, strict=True):
             first += len(work.tokens)
             want_logits[first - rows : first] = b"\1" * rows
-        residual_out = bytearray(4 * n_tokens * about.width_out)
-        logits_out = bytearray(4 * sum(wanted) * about.n_vocab)
+        residual_out = new_buffer(n_tokens * about.context.wire.row_bytes(about.width_out))
+        logits_out = new_buffer(4 * sum(wanted) * about.n_vocab)
         row_finite = bytearray(n_tokens)
         run = ffi.new("dgr_run *")
         run.n_tokens = n_tokens
         run.tokens, run.positions, run.slots = tokens, positions, slots
+        run.residual_type = _WIRE[about.context.wire]
         residual_in = self._residual_in(batch)
         with ExitStack() as held:
 
@@ -212,8 +219,8 @@ class LlamaEngine(NativeHandle):
             # Let go in any case. An error's traceback keeps this frame, and a memoryview that a buffer still refers to
             # makes the collector of older CPythons crash when it finds both in a cycle (gh-77894).
             run.want_logits, run.row_finite = pointer("uint8_t *", want_logits), pointer("uint8_t *", row_finite)
-            run.residual_out, run.logits_out = pointer("float *", residual_out), pointer("float *", logits_out)
-            run.residual_in = pointer("float *", residual_in)
+            run.residual_out, run.logits_out = pointer("void *", residual_out), pointer("float *", logits_out)
+            run.residual_in = pointer("void *", residual_in)
             self._native.check(lib.dgr_stage_run(self._handle, run), f"stage {about.layers}")
         return self._outputs(batch, wanted, residual_out, logits_out, row_finite)
 
@@ -232,14 +239,15 @@ class LlamaEngine(NativeHandle):
 
     def _residual_in(self, batch: Sequence[Work]) -> bytes | memoryview:
         """The batch's residual, end to end; copied only when several sessions are merged."""
-        width = self._description.width_in
+        width, wire = self._description.width_in, self._description.context.wire
+        row_bytes = wire.row_bytes(width)
         parts = []
         for work in batch:
             given = 0 if work.residual is None else memoryview(work.residual).nbytes
-            if given != 4 * width * len(work.tokens):
+            if given != row_bytes * len(work.tokens):
                 raise InputError(
                     f"slot {work.slot} came with a residual of {given} bytes; stage {self._description.layers} takes"
-                    f" {len(work.tokens)} x {width} float32 = {4 * width * len(work.tokens)} bytes"
+                    f" {len(work.tokens)} x {width} {wire} = {row_bytes * len(work.tokens)} bytes"
                 )
             if work.residual is not None:
                 parts.append(work.residual)
@@ -248,19 +256,20 @@ class LlamaEngine(NativeHandle):
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _outputs(
-        self, batch: Sequence[Work], wanted: Sequence[int], residual: bytearray, logits: bytearray, finite: bytearray
+        self, batch: Sequence[Work], wanted: Sequence[int], residual: memoryview, logits: memoryview, finite: bytearray
     ) -> list[Output]:
-        row_out, row_logits = 4 * self._description.width_out, 4 * self._description.n_vocab
-        residual_view, logits_view = memoryview(residual), memoryview(logits)
+        about = self._description
+        row_out, row_logits = about.context.wire.row_bytes(about.width_out), 4 * about.n_vocab
         outputs, token, row = [], 0, 0
         for work, rows in zip(batch, wanted, strict=True):
             end = token + len(work.tokens)
             outputs.append(
                 Output(
                     slot=work.slot,
-                    residual=residual_view[token * row_out : end * row_out] if row_out else None,
-                    logits=logits_view[row * row_logits : (row + rows) * row_logits] if rows else None,
+                    residual=residual[token * row_out : end * row_out] if row_out else None,
+                    logits=logits[row * row_logits : (row + rows) * row_logits] if rows else None,
                     finite=all(finite[token:end]),
+                    too_great=_TOO_GREAT in finite[token:end],
                 )
             )
             token, row = end, row + rows

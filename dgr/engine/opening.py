@@ -9,7 +9,9 @@ from dgr.artifact.artifact import Artifact
 from dgr.core.arguments import check_flag, check_instance, check_whole
 from dgr.core.host import available_memory
 from dgr.core.route import LayerRange
-from dgr.core.values import ContextParams, Numerics
+from dgr.core.values import (
+    ContextParams,
+)
 from dgr.engine.base import DeviceMemory, MemoryReport
 from dgr.engine.devices import ALL_DEVICES, Placement
 from dgr.engine.files import open_stage
@@ -49,7 +51,7 @@ def open_native(
     params.n_threads = threads
     params.type_k = _TYPE_K[context.type_k]
     params.flash_attn = context.flash_attn
-    params.exact = context.numerics is Numerics.EXACT
+    params.exact = context.numerics.exact_kernels
     params.use_mmap = options.get("mmap", False)
     # What does not fit beside the rest would drive itself out again.
     params.prefetch = artifact.weight_bytes(layers) < available_memory()

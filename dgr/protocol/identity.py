@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from dgr.core.mtp import CAPABILITY, CONTRACT, asks_for_mtp, not_executable, refuse_capabilities
-from dgr.core.values import ContextParams, Numerics, StageIdentity
+from dgr.core.values import ContextParams, StageIdentity
 from dgr.errors import InvalidRoute
 
-__all__ = ["WIRE_DTYPE", "check_alike", "check_neighbours", "check_wants"]
-
-#: How residuals travel: bit-exact.
-WIRE_DTYPE = "f32"
+__all__ = ["check_alike", "check_neighbours", "check_wants"]
 
 #: What every stage of a route shares; the words are what a refusal calls it.
 _SHARED: Mapping[str, str] = {
@@ -22,7 +19,6 @@ _SHARED: Mapping[str, str] = {
     "n_layers": "number of main layers",
     "n_vocab": "vocabulary size",
     "token_sideband": "token-id sideband",
-    "wire_dtype": "wire dtype",
     "context": "context parameters",
 }
 
@@ -34,7 +30,7 @@ def check_alike(who: str, theirs: StageIdentity, ours: StageIdentity) -> None:
         if (their := getattr(theirs, name)) != (our := getattr(ours, name)):
             what = _differences(their, our) if isinstance(our, ContextParams) else f"{their} is not {our}"
             raise InvalidRoute(f"{who} differs in its {words}: {what}")
-    if ours.context.numerics is Numerics.EXACT and theirs.kernel_fingerprint != ours.kernel_fingerprint:
+    if ours.context.numerics.exact_kernels and theirs.kernel_fingerprint != ours.kernel_fingerprint:
         raise InvalidRoute(
             f"{who} has kernel fingerprint {theirs.kernel_fingerprint}, not {ours.kernel_fingerprint}: exact numerics need"
             " equal ones; use numerics = native, or hosts of one kind"

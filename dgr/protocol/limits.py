@@ -14,4 +14,5 @@ INBOX = 64
 def limits_of(description: StageIdentity) -> Limits:
     """Return what a link to or from a stage may carry."""
     width = max(description.width_in, description.width_out)
-    return Limits(n_batch=description.context.n_batch, boundary_width=max(width, 1), n_vocab=description.n_vocab)
+    context = description.context
+    return Limits(context.n_batch, max(width, 1), description.n_vocab, wire=context.wire)

@@ -83,6 +83,12 @@ def _finish(
             f"NaN or Inf among the values of positions {work.position}..{work.position + len(work.tokens) - 1};"
             " the session is lost on every stage"
         )
+    if output.too_great:
+        wire = engine.describe().context.wire
+        return NonFinite(
+            f"a residual of positions {request.work.position}..{request.work.position + len(request.work.tokens) - 1} holds a"
+            f" value that wire {wire} does not carry; the session is lost on every stage: use wire bf16 or f32"
+        )
     if output.logits is None:
         return StepResult(output)
     size, expected = memoryview(output.logits).nbytes, _rows(request.work) * n_vocab * _FLOAT

@@ -4,9 +4,11 @@ Theory of operation. A link carries *packets*: an 8-byte header (length, kind, s
 holds one msgpack frame. A frame that announces a payload names a *stream*, and its payload follows in ``FRAGMENT``
 packets of that stream, each at most :attr:`Limits.fragment` bytes, in order; packets of other streams may come between
 them, so a long prefill never blocks a control message. The receiver knows a payload's size from the message alone, checks
-it against what was negotiated (n_batch, boundary width, vocabulary), and only then takes fragments into one buffer that
-grows with them: one copy per received byte, and nothing allocated for what was only announced. What all payloads under
-way may hold together is bounded too, so that a peer cannot make it hold many times what an honest link ever holds.
+it against what was negotiated (n_batch, boundary width, vocabulary), and only then takes fragments into one buffer of that
+size: nothing is allocated for what was only announced, and no memory is touched before its bytes come. They are copied
+once, or read straight into place (:attr:`Framer.room`), or not copied at all where whoever hands them over promises not
+to change them. What all payloads under way may hold together is bounded too, so that a peer cannot make it hold many times
+what an honest link ever holds.
 
 The state of the framer depends on the bytes alone, never on how they were chopped: frames that came before a bad byte are
 given out, and everything after it is refused.
@@ -18,8 +20,10 @@ import struct
 from collections.abc import Iterator
 
 import msgspec
-from attrs import frozen
+from attrs import evolve, frozen
 
+from dgr.core.buffers import new_buffer
+from dgr.core.values import Wire
 from dgr.errors import FrameError
 from dgr.wire import frames
 from dgr.wire.frames import Boundary, Frame, Logits
@@ -32,6 +36,8 @@ HEADER_SIZE = _HEADER.size
 _MESSAGE = 1
 _FRAGMENT = 2
 _FLOAT = 4
+#: Fragments count their bytes in 32 bits.
+_FRAGMENT_MAX = 2**32 - 1
 
 
 @frozen
@@ -48,11 +54,17 @@ class Limits:
     fragment: int = 256 * 1024
     #: Payloads that may be under way at once.
     streams: int = 64
+    #: How the boundary's floats travel.
+    wire: Wire = Wire.F32
+
+    def unbroken(self) -> Limits:
+        """The same for a link inside a process: nothing waits there while a payload passes, so it need not be cut up."""
+        return evolve(self, fragment=min(self.under_way, _FRAGMENT_MAX))
 
     @property
     def under_way(self) -> int:
         """Most payload bytes under way at once: two full boundaries. One payload of any legal size always fits."""
-        return 2 * self.n_batch * self.boundary_width * _FLOAT
+        return 2 * self.n_batch * self.wire.row_bytes(self.boundary_width)
 
     @property
     def message(self) -> int:
@@ -64,8 +76,8 @@ class Limits:
         match frame:
             case Boundary():
                 _check_batch(frame.tokens, self.n_batch)
-                expected = len(frame.tokens) * self.boundary_width * _FLOAT
-                what = f"{len(frame.tokens)} tokens of {self.boundary_width} float32"
+                expected = len(frame.tokens) * self.wire.row_bytes(self.boundary_width)
+                what = f"{len(frame.tokens)} tokens of {self.boundary_width} {self.wire}"
             case Logits():
                 if frame.n_rows > self.n_batch:
                     raise FrameError(
@@ -153,13 +165,42 @@ def _packets(body: bytes, payload: memoryview, stream: int, fragment_size: int) 
 class _Assembly:
     """A payload under way."""
 
-    __slots__ = ("buffer", "frame", "size")
+    __slots__ = ("_buffer", "_filled", "frame", "size")
 
     def __init__(self, frame: Frame, size: int) -> None:
         self.frame = frame
         self.size = size
-        # It grows with what comes: an announcement alone, within limits that the other side itself stated, costs nothing.
-        self.buffer = bytearray()
+        #: None until its first byte: an announcement alone, within limits that the other side itself stated, costs nothing.
+        self._buffer: memoryview | None = None
+        self._filled = 0
+
+    @property
+    def missing(self) -> int:
+        return self.size - self._filled
+
+    def room(self, n_bytes: int) -> memoryview:
+        """Where its next bytes belong."""
+        if self._buffer is None:
+            try:
+                self._buffer = new_buffer(self.size)
+            except MemoryError as error:
+                raise FrameError(f"a payload of {self.size} bytes cannot be taken: {error}") from error
+        return self._buffer[self._filled : self._filled + n_bytes]
+
+    def filled(self, n_bytes: int) -> None:
+        """So many bytes were written where they belong."""
+        self._filled += n_bytes
+
+    def take(self, part: memoryview, lasting: bool) -> None:
+        if lasting and part.nbytes == self.size:
+            self._buffer = part.toreadonly()
+        else:
+            self.room(part.nbytes)[:] = part
+        self._filled += part.nbytes
+
+    def received(self) -> Received:
+        assert self._buffer is not None
+        return Received(self.frame, self._buffer)
 
 
 class Framer:
@@ -188,9 +229,34 @@ class Framer:
     def _assembling(self) -> int:
         return sum(assembly.size for assembly in self._assemblies.values())
 
-    def receive(self, data: bytes | bytearray | memoryview) -> list[Received]:
+    @property
+    def room(self) -> memoryview | None:
+        """Where the next bytes belong, all of it in one payload; None while they are part of something else.
+
+        Whoever reads into it says so with :meth:`filled`, before anything else is received. Raises :class:`FrameError`
+        when there is no memory for the payload.
+        """
+        if self._target is None:
+            return None
+        try:
+            return self._target.room(self._left)
+        except FrameError as error:
+            self._fail(error)
+            raise
+
+    def filled(self, n_bytes: int) -> list[Received]:
+        """Take ``n_bytes`` that were read into :attr:`room`, and return the frame they completed, if any."""
+        done: list[Received] = []
+        if self._target is not None:
+            self._target.filled(n_bytes)
+            self._left -= n_bytes
+            self._end_fragment(self._target, done)
+        return done
+
+    def receive(self, data: bytes | bytearray | memoryview, *, lasting: bool = False) -> list[Received]:
         """Take bytes as they came and return the frames they completed.
 
+        ``lasting``: nobody will change ``data`` any more, so that a payload that is in it in one piece need not be copied.
         When bytes are refused, the frames completed before them are returned first: :attr:`error` is then set, and the next
         call raises it.
         """
@@ -203,15 +269,18 @@ class Framer:
                 if self._message is None and self._target is None:
                     view = self._take_header(view)
                 else:
-                    view = self._take_body(view, done)
+                    view = self._take_body(view, lasting, done)
         except FrameError as error:
-            self.error = error
-            self._header.clear()
-            self._message = self._target = None
-            self._assemblies.clear()
+            self._fail(error)
             if not done:
                 raise
         return done
+
+    def _fail(self, error: FrameError) -> None:
+        self.error = error
+        self._header.clear()
+        self._message = self._target = None
+        self._assemblies.clear()
 
     def _take_header(self, view: memoryview) -> memoryview:
         missing = HEADER_SIZE - len(self._header)
@@ -234,7 +303,7 @@ class Framer:
             assembly = self._assemblies.get(stream)
             if assembly is None:
                 raise FrameError(f"a fragment came for stream {stream}, which no frame announced")
-            room = assembly.size - len(assembly.buffer)
+            room = assembly.missing
             if not 0 < length <= min(limits.fragment, room):
                 raise FrameError(
                     f"a fragment of {length} bytes came; stream {stream} has room for {room}, fragments for {limits.fragment}"
@@ -244,23 +313,26 @@ class Framer:
             raise FrameError(f"a packet of kind {kind} came; this schema knows {_MESSAGE} and {_FRAGMENT}")
         self._left, self._stream = length, stream
 
-    def _take_body(self, view: memoryview, done: list[Received]) -> memoryview:
+    def _take_body(self, view: memoryview, lasting: bool, done: list[Received]) -> memoryview:
         part = view[: self._left]
-        self._left -= part.nbytes
         if self._message is not None:
             self._message += part
+            self._left -= part.nbytes
             if not self._left:
                 self._end_message(self._message, done)
                 self._message = None
         elif self._target is not None:
-            assembly = self._target
-            assembly.buffer += part
-            if not self._left:
-                self._target = None
-                if len(assembly.buffer) == assembly.size:
-                    del self._assemblies[self._stream]
-                    done.append(Received(assembly.frame, memoryview(assembly.buffer)))
+            self._target.take(part, lasting)
+            self._left -= part.nbytes
+            self._end_fragment(self._target, done)
         return view[part.nbytes :]
+
+    def _end_fragment(self, assembly: _Assembly, done: list[Received]) -> None:
+        if not self._left:
+            self._target = None
+            if not assembly.missing:
+                del self._assemblies[self._stream]
+                done.append(assembly.received())
 
     def _end_message(self, body: bytearray, done: list[Received]) -> None:
         try:

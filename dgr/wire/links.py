@@ -30,17 +30,13 @@ from dgr.errors import ClosedError, FrameError, LinkBroken, Overloaded
 from dgr.wire.clocks import ClockQuestions
 from dgr.wire.frames import Boundary, Credit, Frame, Logits, Ping, Pong
 from dgr.wire.framing import Framer, Limits, Received, encode
-from dgr.wire.memory import DirectTransport
+from dgr.wire.memory import MemoryTransport
 from dgr.wire.nurseries import open_nursery
 from dgr.wire.outbox import Outbox, Outgoing
+from dgr.wire.streams import packet_stream
 
 __all__ = ["Link", "LinkStatistics", "open_link"]
 
-#: Read size; larger reads are several times slower through TLS.
-_READ = 65536
-#: Largest fragment that is copied to be written together with its headers: one boundary of a decoded token. A write of its
-#: own for every header would cost a system call here, a packet on the wire and a wake-up on the other side.
-_JOINED = 65536
 #: Control messages that may wait for the writer; more is a flood and breaks the link.
 _CONTROL_QUEUE = 4096
 #: Payloads that may wait for room; more is a flood of our own and is refused.
@@ -79,7 +75,8 @@ class Link:
         self._heartbeat = heartbeat
         self._transport = transport
         #: Where bytes go without a turn of the event loop for the writer. One with a heartbeat has to see each write.
-        self._direct = transport if heartbeat is None and isinstance(transport, DirectTransport) else None
+        self._direct = transport if heartbeat is None and isinstance(transport, MemoryTransport) else None
+        self._stream = packet_stream(transport)
         self._framer = Framer(limits)
         self._outbox = Outbox(limits)
         self._work = trio.Event()
@@ -230,12 +227,12 @@ class Link:
     def _start_writing(self) -> None:
         """Write what waits, as far as the transport takes it at once; the writer does the rest."""
         if self._direct is not None and not self._writing_now and self._is_open:
-            while self._outbox and self._outbox.next_size() <= self._direct.send_room:
+            while self._outbox and self._direct.has_room:
                 head, body, outgoing = self._outbox.next_packet()
-                data = head if body is None else b"".join((head, body))
-                self._direct.send_nowait(data)
-                self._bytes_sent += len(data)
-                self._outbox.written(outgoing, len(data) - len(head))
+                self._direct.hand_over(head, body)
+                size = 0 if body is None else body.nbytes
+                self._bytes_sent += len(head) + size
+                self._outbox.written(outgoing, size)
         if self._outbox:
             self._work.set()
 
@@ -249,12 +246,7 @@ class Link:
         """Write a packet, or a message and its first fragment."""
         size = 0 if body is None else body.nbytes
         self._writing_now = True
-        if body is not None and size <= _JOINED:
-            await self._transport.send_all(b"".join((head, body)))
-        else:
-            await self._transport.send_all(head)
-            if body is not None:
-                await self._transport.send_all(body)
+        await self._stream.send(head, body)
         self._bytes_sent += len(head) + size
         self._writing_now = False
 
@@ -342,10 +334,10 @@ class Link:
     async def _fill(self) -> None:
         """Read once."""
         patience = 0.0 if self._heartbeat is None else _SILENT_BEATS * self._heartbeat
-        data: bytes | bytearray | None = None
+        came: int | None = None
         try:
             with trio.move_on_after(patience) if patience else contextlib.nullcontext():
-                data = await self._transport.receive_some(_READ)
+                came = await self._stream.receive(self._framer, self._received.extend)
         except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
             if self._closed:
                 self._end = StopAsyncIteration()
@@ -354,21 +346,19 @@ class Link:
                 self._end = LinkBroken(f"link {self.name}: {self._broken}")
                 self._end.__cause__ = error
             return
-        if data is None:
+        if came is None:
             self._break(f"the other side was silent for {patience:g} s")
             self._end = LinkBroken(f"link {self.name}: {self._broken}")
             return
         self._heard = trio.current_time()
-        self._bytes_received += len(data)
-        if not data:
+        self._bytes_received += came
+        if not came:
             self._break("closed by the other side")
             if self._framer.pending:
                 self._end = LinkBroken(f"link {self.name}: cut inside a frame, {self._framer.pending} bytes held")
             else:
                 self._end = StopAsyncIteration()
             return
-        with contextlib.suppress(FrameError):  # kept in framer.error
-            self._received.extend(self._framer.receive(data))
         if self._framer.error is not None:
             self._end = self._framer.error
             self._break(f"the other side broke the protocol: {self._end}")

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import trio
 
 from dgr.core.values import Key
-from dgr.wire.framing import HEADER_SIZE, Limits, Packet
+from dgr.wire.framing import Limits, Packet
 
 __all__ = ["Outbox", "Outgoing"]
 
@@ -143,9 +143,3 @@ class Outbox:
             self._streams.discard(outgoing.stream)
             self.queued -= outgoing.size
             self.admit()
-
-    def next_size(self) -> int:
-        """Most bytes that :meth:`next_packet` may return."""
-        if self.control:
-            return len(self.control[0][0])
-        return 2 * HEADER_SIZE + self.limits.message + min(self.turns[0].left, self.limits.fragment)

@@ -26,6 +26,7 @@ COMMANDS = (
     "hops",
     "sessions",
     "plan",
+    "widths",
 )
 
 

@@ -72,6 +72,16 @@ def test_a_goal_that_is_missed(bad: dict[str, Any], name: str) -> None:
     assert [check.name for check in HOPS.checks(units(**bad)) if not check.passed] == [name]
 
 
+@pytest.mark.parametrize(("transport", "most"), [("memory", 1.3), ("tcp", 1.3), ("tls", 1.05)])
+def test_a_prefill_chunk_is_judged_by_its_ratio(transport: str, most: float) -> None:
+    for ratio in (0.5, most - 0.01, most + 0.01):
+        unit = {"tokens": 512, "payload_bytes": 512 * PAYLOAD, "bare_ms": [40.0, 50.0]}
+        unit["link_ms"] = [ratio * bare for bare in (40.0, 50.0)]
+        (check,) = HOPS.checks({f"{transport}, prefill": unit})[1:]
+        assert "prefill chunk" in check.name
+        assert check.passed is (ratio < most)
+
+
 def test_figures() -> None:
     found = HOPS.metrics(units(memory=0.05))["memory, decode"]
     assert found["extra_ms_per_hop"].median == pytest.approx(0.05)
@@ -109,7 +119,7 @@ def test_a_round_trip_that_failed_is_told() -> None:
 
 async def test_an_echo_in_this_process_has_no_wire() -> None:
     async with open_echo("memory") as echo, echo.connect() as stream, open_echo_link(stream) as link:
-        assert link.limits == LIMITS
+        assert link.limits == LIMITS.unbroken()
         with pytest.raises(ValueError, match="no wire"):
             async with echo.counted():
                 pass

@@ -96,7 +96,7 @@ async def test_a_peers_words_begin_no_line_and_move_no_cursor(caplog: pytest.Log
     forged = "x\nERROR forged\r\x1b[2J\x9b31m\u2028\u202e"
     async with open_hosts() as hosts:
         tail = await hosts.start("2:6")
-        for field in ("adapter", "architecture", "artifact", "runtime", "kernel_fingerprint", "wire_dtype"):
+        for field in ("adapter", "architecture", "artifact", "runtime", "kernel_fingerprint"):
             changes: dict[str, Any] = {field: forged}
             said = await denied(tail.address, Hello(Role.STAGE, "127.0.0.1:1", identity(**changes)))
             assert unfit(said) == []

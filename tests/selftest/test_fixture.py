@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import shutil
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +16,15 @@ import pytest
 
 from dgr.artifact.artifact import Artifact
 from dgr.cli import fixture as fixture_command
-from dgr.errors import InputError
+from dgr.core.route import LayerRange
+from dgr.errors import ArtifactError, InputError, InvalidLayerRange
 from dgr.gguf.types import GgmlType
-from dgr.selftest.fixture import write_fixture
+from dgr.selftest.fixture import cached_fixture, values, write_fixture
 from dgr.selftest.fixture.presets import BLOCK_TYPES, PRESETS, WEIGHTS
 from dgr.selftest.fixture.stream import Stream, bfloat16
 from dgr.testing.limits import limited_files
 from dgr.v4.published import PUBLISHED
-from dgr.v4.tensors import TensorKind, block_tensors, head_tensors, tail_tensors
+from dgr.v4.tensors import TensorKind, block_tensors, head_tensors, range_tensors, tail_tensors
 
 # Digests of the tensor data and of the whole file: the data depends on this repository alone.
 PINNED = {
@@ -269,12 +272,23 @@ def test_q4_k_needs_wide_rows(tmp_path: Path) -> None:
         ({"layers": 0}, "0 layers asked for"),
         ({"layers": 44}, "44 layers asked for, but the schedule has 1 to 43"),
         ({"seed": -1}, "seed -1"),
-        ({"preset": "real"}, "write it sparse"),
+        ({"layers": LayerRange(40, 44)}, "ends beyond the last main layer"),
+        ({"layers": LayerRange(2, 4), "sparse": True}, "one file of real data"),
+        ({"layers": LayerRange(2, 4), "mtp": True}, "one file of real data"),
+        ({"layers": LayerRange(2, 4), "parts": 3}, "one file of real data"),
     ],
 )
 def test_refuses(tmp_path: Path, asked: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError, match=message):
+    with pytest.raises((InputError, InvalidLayerRange), match=message):
         write_fixture(tmp_path / "x.gguf", **asked)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_refuses_what_the_disk_has_no_room_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=100_000_000_000))
+    with pytest.raises(InputError, match=r"takes 145.71 GiB \(156458025308 bytes\), but its disk has 93.13 GiB free"):
+        write_fixture(tmp_path / "x.gguf", preset="real")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -302,6 +316,76 @@ def test_prefixes_share_their_layers(tmp_path: Path) -> None:
     shorter, longer = (gguf.GGUFReader(tmp_path / name).tensors for name in ("3.gguf", "5.gguf"))
     data = {tensor.name: np.asarray(tensor.data).tobytes() for tensor in longer}
     assert all(data[tensor.name] == np.asarray(tensor.data).tobytes() for tensor in shorter)
+
+
+@pytest.mark.parametrize("layers", ["0:2", "2:4", "3:4", "41:43"])
+def test_a_range_is_a_slice_of_the_whole_schedule(tmp_path: Path, layers: str) -> None:
+    path, of = tmp_path / "m.gguf", LayerRange.parse(layers)
+    summary = write_fixture(path, preset="min", weights="mixed", layers=of)
+    assert (summary.layers, summary.holds) == (43, layers)
+    artifact = Artifact.open(path)
+    assert (artifact.is_slice, artifact.layers, artifact.hp.n_layers) == (True, of, 43)
+    artifact.check(of)
+    assert set(artifact.located) == {spec.name for spec in range_tensors(artifact.hp, of) if spec.required}
+    # Every digest of a tensor that is there is that of its data.
+    assert artifact.verify_weights(of) == artifact.identity
+    whole = Artifact.open(cached_fixture("mixed", preset="min"))
+    assert set(artifact.tensors) == set(whole.tensors)
+    for name, (_, tensor) in artifact.located.items():
+        assert data_of(artifact, name) == data_of(whole, name), name
+        assert tensor.type is whole.tensors[name].type
+    assert artifact.identity != whole.identity
+
+
+def data_of(artifact: Artifact, name: str) -> bytes:
+    file, tensor = artifact.located[name]
+    with file.path.open("rb") as data:
+        data.seek(tensor.offset)
+        return data.read(tensor.n_bytes)
+
+
+def test_ranges_of_one_seed_are_different_models(tmp_path: Path) -> None:
+    identities = set()
+    for layers, seed in (("2:4", 0), ("2:4", 1), ("3:4", 0)):
+        write_fixture(tmp_path / "m.gguf", preset="min", layers=LayerRange.parse(layers), seed=seed)
+        identities.add(Artifact.open(tmp_path / "m.gguf").identity)
+    assert len(identities) == 3
+
+
+def test_a_damaged_range_is_told_from_its_manifest(tmp_path: Path) -> None:
+    path, layers = tmp_path / "m.gguf", LayerRange(3, 4)
+    write_fixture(path, preset="min", layers=layers)
+    _, tensor = Artifact.open(path).located["blk.3.attn_q_a.weight"]
+    data = bytearray(path.read_bytes())
+    data[tensor.offset + 5] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(ArtifactError, match=r"weights of 'blk.3.attn_q_a.weight' are not those of model"):
+        Artifact.open(path).verify_weights(layers)
+
+
+@pytest.mark.parametrize("weights", ["f32", "mixed", "q8_0"])
+def test_large_tensors_are_made_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, weights: str) -> None:
+    monkeypatch.setattr(values, "_LARGE", 4 << 10)
+    monkeypatch.setattr(values, "_PIECE", 1 << 10)
+    seen: list[tuple[int, int]] = []
+    digests = set()
+    for cpus in (1, 3):
+        monkeypatch.setattr(values, "available_cpus", lambda: cpus)  # noqa: B023 (called in this turn)
+        write_fixture(
+            tmp_path / "m.gguf", preset="min", weights=weights, layers=4, progress=lambda *at: seen.append(at)
+        )
+        digests.add(hashlib.sha256((tmp_path / "m.gguf").read_bytes()).hexdigest())
+    assert len(digests) == 1  # however many are made at a time
+    assert seen[-1][0] == seen[-1][1] == sum(t.n_bytes for t in Artifact.open(tmp_path / "m.gguf").tensors.values())
+    assert [done for done, _ in seen[: len(seen) // 2]] == sorted(done for done, _ in seen[: len(seen) // 2])
+    steps = [after[0] - before[0] for before, after in pairwise(seen) if after[0] > before[0]]
+    assert max(steps) <= 4 << 10
+    for tensor in gguf.GGUFReader(tmp_path / "m.gguf").tensors:
+        if tensor.name.endswith("_exps.weight"):
+            values_of = gguf.quants.dequantize(tensor.data, tensor.tensor_type).astype(np.float64)
+            rms = float(np.sqrt((values_of**2).mean())) * math.sqrt(int(tensor.shape[0]))
+            assert 0.5 < rms < 2.0, tensor.name
+            assert len({row.tobytes() for row in values_of}) == len(values_of), tensor.name  # no piece is another again
 
 
 def test_sparse_files_have_sizes_but_no_weights(tmp_path: Path) -> None:
@@ -343,6 +427,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "weights": "f32",
         "seed": 9,
         "layers": 3,
+        "holds": "0:3",
         "mtp": True,
         "n_tensors": 6 + 24 + 24 + 34 + 28,
         "n_parameters": written["n_parameters"],
@@ -351,3 +436,9 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     args = parser.parse_args(["fixture", str(out), "--layers", "1", "--preset", "min"])
     assert args.run(args) == 0
     assert "preset min, weights f32, seed 0, 1 layers" in capsys.readouterr().out
+    args = parser.parse_args(["fixture", str(out), "--layers", "2:4", "--preset", "min"])
+    assert args.run(args) == 0
+    assert "seed 0, 43 layers of which it holds 2:4" in capsys.readouterr().out
+    args = parser.parse_args(["fixture", str(out), "--layers", "x", "--preset", "min"])
+    with pytest.raises(InputError, match="--layers is 'x'; give a number of layers, or a range"):
+        args.run(args)

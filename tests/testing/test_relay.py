@@ -290,3 +290,40 @@ async def test_a_delay_is_kept_to_less_than_a_millisecond() -> None:
     assert sorted(late)[4] < 0.0005  # not all of them: this machine may be busy
     for stream in (near, far):
         await trio.aclose_forcefully(stream)
+
+
+async def test_a_rate_is_kept_to_over_a_long_time_and_may_change(autojump_clock: MockClock) -> None:
+    async with joined() as pair, trio.open_nursery() as nursery:
+        pair.relay.rightward.rate = 1000.0
+        nursery.start_soon(pair.left.send_all, bytes(10_000))
+        began = trio.current_time()
+        await read_exactly(pair.right, 5000)
+        assert trio.current_time() - began == pytest.approx(5.0, abs=0.02)
+        pair.relay.rightward.rate = None
+        await read_exactly(pair.right, 5000)
+        assert trio.current_time() - began == pytest.approx(5.0, abs=0.02)
+    with pytest.raises(ValueError, match="must be above 0"):
+        pair.relay.rightward.rate = 0
+
+
+async def test_a_direction_that_was_idle_saves_nothing_up(autojump_clock: MockClock) -> None:
+    async with joined() as pair:
+        pair.relay.rightward.rate = 100.0
+        for _ in range(3):
+            await trio.sleep(100)
+            began = trio.current_time()
+            await pair.left.send_all(bytes(200))
+            await read_exactly(pair.right, 200)
+            assert trio.current_time() - began == pytest.approx(2.0, abs=0.03)
+
+
+async def test_turns_are_counted_where_bytes_go_the_other_way(autojump_clock: MockClock) -> None:
+    async with joined() as pair:
+        assert pair.relay.turns == 0
+        for count in (1, 2, 3):
+            for _ in range(count):  # in how many pieces does not matter
+                await pair.left.send_all(b"question")
+                await read_exactly(pair.right, 8)
+            await pair.right.send_all(b"answer")
+            await read_exactly(pair.left, 6)
+            assert pair.relay.turns == 2 * count

@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import msgspec
+import psutil
 import pytest
 from attrs import evolve
 from hypothesis import given, settings
@@ -33,17 +34,18 @@ from wire.wire_samples import (
 
 from dgr.core.values import Expectation, LogitsWanted
 from dgr.errors import FrameError
-from dgr.wire import frames
+from dgr.wire import frames, framing
 from dgr.wire.frames import Boundary, Frame, Logits, Ping, Pong, Tokens
 from dgr.wire.framing import HEADER_SIZE, Framer, Limits, Received, encode
 
 MESSAGE, FRAGMENT = 1, 2
+HEADER = struct.Struct("<IBBH")
 steady = settings(derandomize=True, deadline=None, max_examples=80)
 
 
 def packet(kind: int, body: bytes, stream: int = 0, *, length: int | None = None, reserved: int = 0) -> bytes:
     """A packet as the wire has it, with any header one likes."""
-    return struct.pack("<IBBH", len(body) if length is None else length, kind, reserved, stream) + body
+    return HEADER.pack(len(body) if length is None else length, kind, reserved, stream) + body
 
 
 def announcement(frame: Frame, stream: int) -> bytes:
@@ -80,6 +82,27 @@ def feed(framer: Framer, data: bytes, sizes: Callable[[], int]) -> tuple[list[Re
     assert str(framer.error) == reason
     assert framer.pending == 0
     return got, reason
+
+
+def feed_in_place(framer: Framer, data: bytes, sizes: Callable[[], int]) -> tuple[list[Received], str | None]:
+    """As :func:`feed`, but bytes of payloads are written where they belong."""
+    got: list[Received] = []
+    begin = 0
+    try:
+        while begin < len(data):
+            part = data[begin : begin + sizes()]
+            room = framer.room
+            if room is not None:
+                part = part[: room.nbytes]
+                room[: len(part)] = part
+                got += framer.filled(len(part))
+            else:
+                got += framer.receive(part)
+            begin += len(part)
+        framer.receive(b"")
+    except FrameError as error:
+        return got, str(error)
+    return got, None
 
 
 def feed_all(framer: Framer, data: bytes) -> None:
@@ -137,6 +160,37 @@ def test_frames_before_a_bad_byte_and_the_error_do_not_depend_on_the_chopping(
     whole = feed(Framer(SMALL), data, lambda: len(data))
     assert feed(Framer(SMALL), data, lambda: 1) == whole
     assert feed(Framer(SMALL), data, lambda: chance.randint(1, 50)) == whole
+    for sizes in (lambda: 1, lambda: len(data), lambda: chance.randint(1, 50)):
+        assert feed_in_place(Framer(SMALL), data, sizes) == whole
+
+
+class _Untold(Framer):
+    """A mutant that forgets what was written in place."""
+
+    def filled(self, n_bytes: int) -> list[Received]:
+        return []
+
+
+def test_bytes_written_in_place_that_nobody_counts_are_noticed() -> None:
+    frame, payload = boundary(n_tokens=4)
+    data = raw(frame, payload) + raw(Pong(1))
+    assert feed_in_place(Framer(SMALL), data, lambda: 7) == feed(Framer(SMALL), data, lambda: 7)
+    assert feed_in_place(_Untold(SMALL), data, lambda: 7) != feed(Framer(SMALL), data, lambda: 7)
+
+
+def test_a_payload_that_lasts_and_comes_in_one_piece_is_not_copied() -> None:
+    frame, payload = boundary(n_tokens=8)
+    limits = SMALL.unbroken()
+    message, (_, fragment) = encode(frame, payload, 1, limits)
+    assert fragment is not None
+    for lasting in (True, False):
+        framer = Framer(limits)
+        framer.receive(flat(message))
+        framer.receive(HEADER.pack(fragment.nbytes, FRAGMENT, 0, 1))
+        [got] = framer.receive(fragment, lasting=lasting)
+        assert same(got, frame, payload)
+        assert got.payload is not None
+        assert (got.payload.obj is payload) is lasting
 
 
 @pytest.mark.parametrize("member", MEMBERS, ids=lambda member: member.__name__)
@@ -458,8 +512,42 @@ def test_an_announced_payload_costs_nothing_until_it_comes() -> None:
     assert cost(huge) < 64 * 1024
 
 
-def test_a_payload_costs_its_own_size_once() -> None:
-    frame, payload = boundary(n_tokens=64, limits=FLASH)
+@pytest.mark.parametrize("n_tokens", [1, 8, 64])
+def test_a_payload_costs_its_own_size_once(n_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+
+    def counted(n_bytes: int) -> memoryview:
+        made.append(n_bytes)
+        return memoryview(bytearray(n_bytes))
+
+    monkeypatch.setattr(framing, "new_buffer", counted)
+    frame, payload = boundary(n_tokens=n_tokens, limits=FLASH)
+    assert len(payload) <= cost(raw(frame, payload, limits=FLASH)) < len(payload) + 64 * 1024
+    assert made == [len(payload)]
+
+
+def test_a_long_payload_takes_memory_as_it_comes() -> None:
+    """Its buffer is a mapping, of which the system gives what is written."""
+    frame, payload = boundary(n_tokens=512, limits=FLASH)
     data = raw(frame, payload, limits=FLASH)
-    room_to_grow = len(payload) // 8
-    assert len(payload) <= cost(data) < len(payload) + room_to_grow + 64 * 1024
+    framer, resident = Framer(FLASH), psutil.Process().memory_info
+    before = resident().rss
+    framer.receive(data[:10_000])
+    assert resident().rss - before < 3 << 20  # one huge page, and what else moves
+    [got] = framer.receive(data[10_000:])
+    assert same(got, frame, payload)
+
+
+def test_a_payload_that_finds_no_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(n_bytes: int) -> memoryview:
+        raise MemoryError("all is taken")
+
+    monkeypatch.setattr(framing, "new_buffer", full)
+    frame, payload = boundary(n_tokens=4)
+    refused(SMALL, raw(frame, payload), "payload of 64 bytes cannot be taken: all is taken")
+    framer = Framer(SMALL)
+    framer.receive(raw(frame, payload)[:-88])
+    with pytest.raises(FrameError, match="cannot be taken"):
+        _ = framer.room
+    assert framer.error is not None
+    assert framer.pending == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import typing
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ from msgspec import inspect
 from narrow import as_a, members, present
 
 from dgr.core.route import LayerRange
-from dgr.core.values import Expectation, Key, LogitsWanted
+from dgr.core.values import ContextParams, Expectation, Key, LogitsWanted, Numerics, Wire
 from dgr.wire import frames
 from dgr.wire.frames import Boundary, Frame, Logits
 from dgr.wire.framing import Limits, Packet, encode
@@ -102,6 +103,9 @@ def extreme(schema: Any, greatest: bool, n_items: int | None = None) -> Any:
             }
         case inspect.StructType(cls=cls) if cls is LayerRange:  # of which not every pair of numbers is one
             return LayerRange(2**32 - 2, 2**32 - 1) if greatest else LayerRange(0, 1)
+        case inspect.StructType(cls=cls) if cls is ContextParams:  # exact numerics go with f32 alone
+            fields = {field.name: extreme(field.type, greatest, n_items) for field in schema.fields}
+            return ContextParams(**fields | {"numerics": Numerics.SAME_CUTS})
         case inspect.StructType():
             return schema.cls(*(extreme(field.type, greatest, n_items) for field in schema.fields))
         case _:
@@ -138,6 +142,14 @@ def values(schema: Any) -> st.SearchStrategy[Any]:
         case inspect.StructType(cls=cls) if cls is LayerRange:
             ends = st.lists(values(schema.fields[0].type), min_size=2, max_size=2, unique=True).map(sorted)
             return ends.map(lambda pair: LayerRange(*pair))
+        case inspect.StructType(cls=cls) if cls is ContextParams:
+            fields = {field.name: values(field.type) for field in schema.fields}
+            wires = st.sampled_from([(Numerics.EXACT, Wire.F32), *itertools.product(list(Numerics)[1:], Wire)])
+            return st.builds(
+                lambda promise, **others: ContextParams(**others | {"numerics": promise[0], "wire": promise[1]}),
+                wires,
+                **fields,
+            )
         case inspect.StructType():
             return st.builds(schema.cls, *(values(field.type) for field in schema.fields))
         case _:

@@ -53,8 +53,11 @@ def main() -> None:
         llama_cpp.prepare_source(tree, patched=False)
         expect("pristine", llama_cpp.tree_digest(tree), pinned["sha256"])
 
-        llama_cpp.copy_used_paths(tree, "llama_bench")  # it is built on demand; here it is held against its pin
-        print(f"llama-bench's own: {llama_cpp.tree_digest(tree, 'llama_bench')}")
+        for program in llama_cpp.PROGRAMS:  # built on demand; here they are held against their pin
+            own = Path(folder).resolve() / program
+            own.mkdir()
+            llama_cpp.copy_used_paths(own, llama_cpp.pin_table(program))
+            print(f"{program}'s own: {llama_cpp.tree_digest(own, llama_cpp.pin_table(program))}")
 
         for patch in llama_cpp.patches():
             git_apply(tree, patch)

@@ -26,6 +26,7 @@ from dgr.testing.network.proxy import FaultyProxy, open_proxy
 from dgr.v4.hyper_parameters import V4_FLASH
 from dgr.wire import Limits, Link, frames, memory_transports, open_link
 from dgr.wire.credentials import Credentials
+from dgr.wire.memory import MemoryTransport
 from dgr.wire.tcp import accept_tls, dial, listen
 
 #: Links of V4 Flash: the residual stream is four times as wide as the model.
@@ -48,6 +49,11 @@ def payload_bytes(n_tokens: int) -> int:
     return 4 * n_tokens * WIDTH
 
 
+def _limits_on(transport: trio.abc.Stream) -> Limits:
+    """As between two stages: in one process, a payload goes in one piece."""
+    return LIMITS.unbroken() if isinstance(transport, MemoryTransport) else LIMITS
+
+
 def _boundary(n_tokens: int) -> frames.Boundary:
     """A frame as a stage sends it, late in a long context: its numbers take all their bytes."""
     expect = Expectation(1_000_000, bytes(16))
@@ -64,7 +70,7 @@ async def _echo(transport: trio.abc.Stream) -> None:
     """Send back what comes: first byte ``b`` for bare bytes, ``l`` for a link."""
     way = await transport.receive_some(1)
     if way == b"l":
-        async with open_link(transport, LIMITS) as link:
+        async with open_link(transport, _limits_on(transport)) as link:
             async for received in link:
                 await link.send(received.frame, received.payload)
                 link.grant(0 if received.payload is None else received.payload.nbytes)
@@ -171,7 +177,7 @@ async def open_echo(transport: str) -> AsyncIterator[Echo]:
 async def open_echo_link(transport: trio.abc.Stream) -> AsyncIterator[Link]:
     """A link to an echo over a stream to it, with credits as between two stages."""
     await transport.send_all(b"l")
-    async with open_link(transport, LIMITS, credit=LIMITS.under_way) as link:
+    async with open_link(transport, _limits_on(transport), credit=LIMITS.under_way) as link:
         yield link
 
 

@@ -41,6 +41,8 @@ GOALS = {
     "tls": Goal("at most", 0.6, "ms"),
     "bytes": Goal("at most", 320, "bytes"),
 }
+#: Time of a prefill chunk's round trip over that of its bare bytes, by transport.
+RATIO_GOALS = {"memory": Goal("at most", 1.3), "tcp": Goal("at most", 1.3), "tls": Goal("at most", 1.05)}
 #: Round trips by shape.
 _ROUNDS, _QUICK_ROUNDS = {"decode": 1000, "prefill": 15}, {"decode": 100, "prefill": 2}
 #: Round trips that count for nothing: buffers grow, TLS sends its session tickets.
@@ -64,7 +66,8 @@ def plan(quick: bool, transports: Sequence[str] = TRANSPORTS, shapes: Sequence[s
         name="hops, quick" if quick else "hops",
         transports=tuple(transports),
         rounds={shape: rounds[shape] for shape in shapes},
-        goals={name: str(goal) for name, goal in GOALS.items()},
+        goals={name: str(goal) for name, goal in GOALS.items()}
+        | {f"{name}, prefill": str(goal) for name, goal in RATIO_GOALS.items()},
     )
 
 
@@ -126,14 +129,17 @@ class Hops:
         return found
 
     def checks(self, units: Units) -> list[Check]:
-        """The goals for one token's boundary."""
+        """The goals for one token's boundary, and for a prefill chunk's."""
         found, verdicts = self.metrics(units), [no_error(units, "round")]
         for transport in TRANSPORTS:
             timed, counted = f"{transport}, decode", f"{transport}, decode, bytes"
+            where = "in process" if transport == "memory" else f"over loopback {transport.upper()}"
             if transport in GOALS and timed in found:
-                where = "in process" if transport == "memory" else f"over loopback {transport.upper()}"
                 extra = found[timed]["extra_ms_per_hop"]
                 verdicts.append(GOALS[transport].check(f"extra time of a hop {where}", extra))
+            if (chunk := f"{transport}, prefill") in found:
+                what = f"time of a prefill chunk over that of its bytes, {where}"
+                verdicts.append(RATIO_GOALS[transport].check(what, found[chunk]["ratio"]))
             if counted in found:
                 extra_bytes = quartiles_of([found[counted]["extra_bytes"]] * units[counted]["frames"])
                 verdicts.append(GOALS["bytes"].check(f"bytes of a frame over {transport.upper()}", extra_bytes))

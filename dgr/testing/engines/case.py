@@ -10,7 +10,7 @@ from unittest import SkipTest
 from attrs import field, frozen
 
 from dgr.core.route import LayerRange
-from dgr.core.values import ContextParams, Numerics
+from dgr.core.values import ContextParams
 from dgr.engine.base import ShardEngine
 from dgr.errors import DgrError
 from dgr.selftest.chain import Chain
@@ -110,7 +110,7 @@ class ContractCase:
 
     def needs_exact_numerics(self, engine: ShardEngine) -> None:
         """Skip the check unless the engine promises equal bits over other chunks and companions."""
-        if (numerics := engine.describe().context.numerics) is not Numerics.EXACT:
+        if not (numerics := engine.describe().context.numerics).exact_kernels:
             raise SkipTest(
                 f"numerics = {numerics.value}: equal bits over other batches are promised by exact ones only"
             )

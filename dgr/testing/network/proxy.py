@@ -33,6 +33,19 @@ class FaultyProxy:
         self.relays: list[Relay] = []
         self._target = parse_address(target)
         self._delay = 0.0
+        self._rate: float | None = None
+        #: Bytes and turns of connections that have ended.
+        self._ended = (0, 0)
+
+    @property
+    def passed(self) -> int:
+        """Bytes passed on, both ways, on every connection that there was."""
+        return self._ended[0] + sum(relay.rightward.forwarded + relay.leftward.forwarded for relay in self.relays)
+
+    @property
+    def turns(self) -> int:
+        """:attr:`Relay.turns <.relay.Relay.turns>` of every connection that there was, together."""
+        return self._ended[1] + sum(relay.turns for relay in self.relays)
 
     @property
     def delay(self) -> float:
@@ -42,6 +55,17 @@ class FaultyProxy:
     @delay.setter
     def delay(self, seconds: float) -> None:
         self._delay = seconds
+        for relay in self.relays:
+            self._set(relay)
+
+    @property
+    def rate(self) -> float | None:
+        """Bytes a second that pass each way at most, on every connection by itself, those to come included; may be set."""
+        return self._rate
+
+    @rate.setter
+    def rate(self, bytes_per_second: float | None) -> None:
+        self._rate = bytes_per_second
         for relay in self.relays:
             self._set(relay)
 
@@ -58,6 +82,7 @@ class FaultyProxy:
 
     def _set(self, relay: Relay) -> None:
         relay.rightward.delay = relay.leftward.delay = self._delay
+        relay.rightward.rate = relay.leftward.rate = self._rate
 
     async def _join(self, near: trio.SocketStream) -> None:
         try:
@@ -68,8 +93,12 @@ class FaultyProxy:
         async with open_relay(near, far) as relay:
             self._set(relay)
             self.relays.append(relay)
-            await relay.wait_closed()
-            self.relays.remove(relay)
+            try:
+                await relay.wait_closed()
+            finally:
+                self.relays.remove(relay)
+                passed = relay.rightward.forwarded + relay.leftward.forwarded
+                self._ended = self._ended[0] + passed, self._ended[1] + relay.turns
 
 
 @asynccontextmanager

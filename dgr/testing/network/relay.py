@@ -1,4 +1,4 @@
-"""A relay between two streams that does what networks do: delay, stall, trickle, and cut within a frame.
+"""A relay between two streams that does what networks do: delay, stall, trickle, be slow, and cut within a frame.
 
 It stands between two peers::
 
@@ -19,7 +19,7 @@ import enum
 import socket
 import struct
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import trio
@@ -34,6 +34,8 @@ _READ = 65536
 _CAPACITY = 1024 * 1024
 #: Seconds by which the event loop's timer may be late: epoll counts in whole milliseconds.
 _LATE = 0.0015
+#: Seconds of a slow direction's time that it may make up for when it comes late.
+_SLICE = 0.005
 #: ``SO_LINGER`` on, for zero seconds: closing a socket then sends a reset, as a host that died would.
 _RESET = struct.pack("ii", 1, 0)
 #: Seconds for an orderly goodbye: TLS waits for the other side's.
@@ -68,6 +70,11 @@ class Flow:
         self._stalled = False
         self._piece = _READ
         self._interval = 0.0
+        self._rate: float | None = None
+        #: With a rate: when what was passed on is through.
+        self._through = 0.0
+        #: Called when something is passed on.
+        self._told: Callable[[Flow], None] = lambda _: None
         #: At how many forwarded bytes the relay is cut, and whether cleanly.
         self._cut_at: tuple[int, bool] | None = None
         self._changed = trio.lowlevel.ParkingLot()
@@ -90,6 +97,18 @@ class Flow:
     @delay.setter
     def delay(self, seconds: float) -> None:
         self._delay = seconds
+        self._changed.unpark_all()
+
+    @property
+    def rate(self) -> float | None:
+        """Bytes a second that pass at most; None: as many as come. May be set."""
+        return self._rate
+
+    @rate.setter
+    def rate(self, bytes_per_second: float | None) -> None:
+        if bytes_per_second is not None and not bytes_per_second > 0:
+            raise ValueError(f"a rate of {bytes_per_second} bytes a second; must be above 0")
+        self._rate = bytes_per_second
         self._changed.unpark_all()
 
     def stall(self) -> None:
@@ -146,11 +165,18 @@ class Flow:
             if trio.current_time() < came + self._delay:
                 await self._wait(came + self._delay)
                 continue
+            if self._rate is not None and trio.current_time() < self._through:
+                await self._wait(self._through)
+                continue
             if not data:
                 return _End.STREAM
             size = min(len(data), self._piece)
+            if self._rate is not None:
+                size = min(size, max(1, int(self._rate * _SLICE)))
+                self._through = max(self._through, trio.current_time() - _SLICE) + size / self._rate
             if self._cut_at is not None:
                 size = min(size, self._cut_at[0] - self._forwarded)
+            self._told(self)
             try:
                 await self._sink.send_all(data[:size])
             except (trio.BrokenResourceError, trio.ClosedResourceError):
@@ -186,11 +212,23 @@ class Relay:
         self.rightward = Flow(left, right, capacity)
         #: From the right stream to the left one.
         self.leftward = Flow(right, left, capacity)
+        self.rightward._told = self.leftward._told = self._tell
+        self._last: Flow | None = None
+        self._turns = 0
         self._streams = left, right
         self._scope = trio.CancelScope()
         self._reset = False
         self._orderly = False
         self._closed = trio.Event()
+
+    @property
+    def turns(self) -> int:
+        """Times that bytes went the other way than those before them: a question and its answer are two."""
+        return self._turns
+
+    def _tell(self, flow: Flow) -> None:
+        self._turns += flow is not self._last
+        self._last = flow
 
     @property
     def is_closed(self) -> bool:

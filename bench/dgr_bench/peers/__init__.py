@@ -1,0 +1,1 @@
+"""``dgr-bench peers``: a pipeline over processes beside upstream's own way to spread a model, its RPC backend."""

@@ -1,0 +1,1 @@
+"""Upstream's own programs of the same pin, to measure against."""
