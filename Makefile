@@ -2,7 +2,7 @@
 # make test      the default suite
 # make test-long what takes minutes: every cut, the unpatched reference, soaks
 # make test-fuzz:  thousands of damaged inputs, seeded
-# make test-llama-bench: what runs upstream's llama-bench, which it builds on demand
+# make test-llama-bench: what runs upstream's llama-bench and llama-server, which it builds on demand
 # make test-load: the load client llama-benchy against a server, offline; it has an environment of its own
 # make test-ray: stages in a Ray cluster on this machine; Ray has an environment of its own, over the other one
 # make test-vulkan: native numerics on a Vulkan device, a software one where there is no card; a build of its own

@@ -41,7 +41,7 @@ static void fork_slot(dgr_stage & stage, int32_t source, int32_t target) {
     llama_memory_i * memory = llama_get_memory(ctx);
     stage.lost[target]      = true; // until all of it is there
     llama_synchronize(ctx);
-    stage.entered[target]   = stage.entered[source];
+    stage.entered[target] = stage.entered[source];
     ++stage.changes[target];
     memory->seq_cp(source, target, -1, -1);
     const llama_memory_context_ptr copies = memory->init_update(ctx, /*optimize =*/false);

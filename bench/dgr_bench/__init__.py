@@ -5,13 +5,13 @@
 #   cli             the commands
 #   describe        profiles and the schema, printed        compare   two results held against each other
 #   certify/        the long-context certificate             drill/    lost, cut, stalled and slow stages
-#   frontier/       speed over context                       overhead/ dgr against upstream's llama-bench; the cost of a hop
+#   frontier/       speed over context                       overhead/ dgr against upstream's programs; the cost of a hop
 #   widths/         layers of the published widths beside the machine's limits
 #   benchmark       what every benchmark is made of, and the one way to run it
 #   reports, plots  Markdown and pictures
 #   results         a result, its schema, and the journal that an interrupted run goes on from
 #   verdicts        checks and goals                         quartiles   medians, lines, percentiles
-#   subjects        who runs a prompt                        llama_bench  upstream's binary and its JSON
+#   subjects        who runs a prompt                        upstream/ upstream's binaries, and one run of each
 #   environment     what a result carries of its machine
 
 from __future__ import annotations

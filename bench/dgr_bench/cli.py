@@ -19,7 +19,7 @@ from dgr_bench.certify import real_model, verify
 from dgr_bench.drill import command as drill
 from dgr_bench.frontier import command as frontier
 from dgr_bench.overhead import command as overhead
-from dgr_bench.overhead import hops, predictions, sessions, wires
+from dgr_bench.overhead import hops, predictions, prefill, servers, sessions, wires
 from dgr_bench.peers import command as peers
 from dgr_bench.results import SCHEMA
 from dgr_bench.widths import command as widths
@@ -36,6 +36,8 @@ _COMMANDS = (
     overhead.COMMAND,
     hops.COMMAND,
     sessions.COMMAND,
+    servers.COMMAND,
+    prefill.COMMAND,
     predictions.COMMAND,
     wires.COMMAND,
     peers.COMMAND,

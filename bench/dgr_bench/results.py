@@ -38,6 +38,8 @@ Kind = Literal[
     "drill",
     "hops",
     "sessions",
+    "servers",
+    "prefill",
     "plan",
     "wires",
     "peers",

@@ -150,7 +150,7 @@ class Stages:
         self,
         engines: Sequence[ShardEngine],
         route: Route,
-        pipeline: Callable[[int], AbstractAsyncContextManager[Pipeline]],
+        pipeline: Callable[[int | None], AbstractAsyncContextManager[Pipeline]],
         cluster: LocalCluster | None,
     ) -> None:
         #: Empty for stages in other processes.
@@ -173,8 +173,8 @@ class Stages:
         assert self.cluster is not None
         return self.cluster.shards[address]
 
-    def pipeline(self, chunk: int) -> AbstractAsyncContextManager[Pipeline]:
-        """A pipeline that prefills ``chunk`` tokens at a time."""
+    def pipeline(self, chunk: int | None) -> AbstractAsyncContextManager[Pipeline]:
+        """A pipeline that prefills ``chunk`` tokens at a time; None: as it does by itself."""
         return self._pipeline(chunk)
 
     @asynccontextmanager

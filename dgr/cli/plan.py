@@ -222,7 +222,7 @@ def _seconds(args: argparse.Namespace, pace: RoutePace, n_stages: int) -> Callab
 def _predicted(args: argparse.Namespace, pace: RoutePace, plan: Plan) -> Pace:
     cuts = [stage.layers for stage in plan.stages]
     chunk = _chunk(args)
-    if args.numerics == Numerics.EXACT.value:
+    if Numerics(args.numerics).exact_kernels:
         chunk = pace.timely_chunk(cuts, chunk, CHUNK_SECONDS)
     return pace.predict(cuts, Workload(args.sessions, args.prompt, chunk))
 

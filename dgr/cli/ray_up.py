@@ -65,7 +65,7 @@ async def run_on_ray(
         InputError: there is no cluster, or no room in it, or a stage refuses its arguments.
         LinkBroken: the cluster was lost.
     """
-    stages = file.route.stages
+    stages = file.stages
     target = find_target(placement.out)
     target.check_apart(file.path)
     await trio.to_thread.run_sync(_join, placement)
@@ -169,14 +169,18 @@ async def _watch(
 
 
 def _placed_route(file: RouteFile, known: Mapping[StageRef, Mapping[str, Any]], path: Path) -> RouteFile:
-    """The route file of the stages where they are."""
-    stages = [(ref, known[ref]) for ref in file.route.stages]
+    """The route file of the stages where they are, spares among them."""
+
+    def placed(refs: Sequence[StageRef]) -> tuple[StageRef, ...]:
+        return tuple(StageRef(known[ref]["address"], ref.layers) for ref in refs)
+
     return attrs.evolve(
         file,
         path=path,
-        route=Route(tuple(StageRef(found["address"], ref.layers) for ref, found in stages)),
+        route=Route(placed(file.route.stages)),
+        spares=placed(file.spares),
         stage_models={},
-        stage_metrics={found["address"]: found["metrics"] for _, found in stages if found["metrics"]},
+        stage_metrics={found["address"]: found["metrics"] for found in known.values() if found["metrics"]},
     )
 
 

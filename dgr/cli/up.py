@@ -221,7 +221,7 @@ async def _up_on_ray(args: argparse.Namespace, file: RouteFile, model: Path, pol
         return stage_command(file, ref, stage_model, threads, args.sessions, policy, *log)[len(python_module("dgr")) :]
 
     placement = Placement(args.ray, args.ray_strategy, args.threads, Path(args.out))
-    n_stages = len(file.route.stages)
+    n_stages = len(file.stages)
     async with open_notifier(f"placing {n_stages} stages") as manager:
         with progress_bar("placing the stages") as activity:
             report = _Reporter(n_stages, args.json, activity, manager)

@@ -155,8 +155,9 @@ class ControlLinks:
                 task_status.started(stage)
                 why = "closed by the stage"
                 try:
-                    async for received in link:
-                        self._on_frame(ref.address, received)
+                    while batch := await link.receive():
+                        for received in batch:
+                            self._on_frame(ref.address, received)
                 except WireError as error:
                     why = str(error)
                 except trio.Cancelled:

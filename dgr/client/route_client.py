@@ -91,6 +91,8 @@ class RouteClient:
         self._chunk = chunk
         self._chunk_seconds = chunk_seconds
         self._pace: ChunkPace | None = None
+        #: Of the present route; None until they are asked for.
+        self._limits: SessionLimits | None = None
         self._window = window
         self._machine = StateMachine(ROUTE)
         self._live = trio.Event()
@@ -134,14 +136,16 @@ class RouteClient:
     @property
     def limits(self) -> SessionLimits:
         """By default a chunk is at most n_ubatch tokens, and a window keeps every stage at work: stages + 1."""
-        head = self._links.stages[self.route.stages[0].address].description
-        return SessionLimits(
-            n_vocab=head.n_vocab,
-            n_ctx=head.context.n_ctx,
-            chunk=min(self._chunk or head.context.n_ubatch, head.context.n_batch),
-            window=self._window or len(self.route.stages) + 1,
-            forks=all(about.capabilities.get(FORK) == "executable" for about in self.descriptions),
-        )
+        if self._limits is None:
+            head = self._links.stages[self.route.stages[0].address].description
+            self._limits = SessionLimits(
+                n_vocab=head.n_vocab,
+                n_ctx=head.context.n_ctx,
+                chunk=min(self._chunk or head.context.n_ubatch, head.context.n_batch),
+                window=self._window or len(self.route.stages) + 1,
+                forks=all(about.capabilities.get(FORK) == "executable" for about in self.descriptions),
+            )
+        return self._limits
 
     @property
     def _links(self) -> ControlLinks:
@@ -175,9 +179,10 @@ class RouteClient:
 
     async def wait_live(self) -> None:
         """Wait until the route admits work. Raises :class:`DeadlineExceeded`, :class:`ClosedError`."""
-        with trio.move_on_after(self.timeouts.route):
-            while not self._live.is_set():
-                await self._live.wait()
+        if not self._live.is_set():
+            with trio.move_on_after(self.timeouts.route):
+                while not self._live.is_set():
+                    await self._live.wait()
         self._check_open()
         if not self._live.is_set():
             raise DeadlineExceeded(
@@ -239,7 +244,7 @@ class RouteClient:
             # Replies to the old epoch are dropped from now on, so whoever waits for one must be told.
             self._links.replies.fail(SessionLost("route change"))
             left = [stage for address, stage in self._links.stages.items() if stages.get(address) is not stage]
-            self._links.stages, self._route, self._candidates = stages, route, candidates
+            self._links.stages, self._route, self._candidates, self._limits = stages, route, candidates, None
             self._draining &= stages.keys()
             try:
                 fenced = await self._links.fence(self.route_id, self.epoch, route, self.timeouts.route, blame)

@@ -81,7 +81,7 @@ class ClientSession:
         self._vocabulary = vocabulary
         self._retries = retries
         self._machine = StateMachine(CLIENT_SESSION)
-        self._in_use = trio.Lock()
+        self._in_use = False
         self._work = self.traced = SessionWork(route, session_id)  # a trace follows it: see RequestTrace.follow
         #: The epoch in which stages may hold something of it; -1 when none does.
         self._epoch = -1
@@ -234,25 +234,24 @@ class ClientSession:
 
     def _check_free(self) -> None:
         self._check_open()
-        if self._in_use.locked():
+        if self._in_use:
             raise SessionBusy(f"session {self.id} is answering already; finish or drop that generation first")
 
     @asynccontextmanager
     async def _use(self) -> AsyncIterator[None]:
         """Hold the session for one call; another call meanwhile is refused. It begins without a checkpoint."""
         self._check_free()
-        self._in_use.acquire_nowait()
+        self._in_use = True
         try:
             async with cancelled_first():
                 yield
         finally:
-            self._in_use.release()
+            self._in_use = False
 
     # --- the one way forward ---
 
     async def _draw(self, sampling: SamplingParams) -> frames.Token:
         """Commit the transcript and draw the token after it; the transcript grows by it."""
-        self._check_free()
         token = await self._commit(WorkRequest(sampling=sampling))
         assert token is not None
         self.transcript.append(token.token)

@@ -19,20 +19,22 @@ _EVERY = 1.0
 
 
 async def follow_route(pipeline: Pipeline, file: RouteFile) -> None:
-    """Change a pipeline's route whenever its file names another one, until cancelled.
+    """Change a pipeline's route and spares whenever its file names others, until cancelled.
 
     ``file``: what the pipeline was opened with. A file that cannot be read, or that the stages do not fit, changes nothing and
     is told of once; the next look may find a better one. Of what else stands in the file nothing is taken.
     """
-    route, said = file.route, ""
+    known, said = (file.route, file.spares), ""
     while True:
         await trio.sleep(_EVERY)
         try:
             found = await trio.to_thread.run_sync(read_route_file, file.path)
-            if found.route != route:
-                await pipeline.change_route(found.route)
-                route, said = found.route, ""
-                _log.info("the route is now %s", ", ".join(f"{ref.layers} at {ref.address}" for ref in route.stages))
+            if (found.route, found.spares) != known:
+                await pipeline.change_route(found.route, found.spares)
+                known, said = (found.route, found.spares), ""
+                _log.info(
+                    "the route is now %s", ", ".join(f"{ref.layers} at {ref.address}" for ref in found.route.stages)
+                )
         except DgrError as error:
             if str(error) != said:
                 said = str(error)

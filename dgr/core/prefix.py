@@ -31,7 +31,7 @@ class PrefixDigest:
         ids = array("i", tokens)
         if sys.byteorder == "big":
             ids.byteswap()
-        self._hash.update(ids.tobytes())
+        self._hash.update(ids)
         self.position += len(ids)
 
     def copy(self) -> PrefixDigest:

@@ -118,10 +118,10 @@ class LlamaEngine(NativeHandle):
 
         ``threads``: compute threads; more than the free cores is hundreds of times slower (ggml spins). ``mmap``: map the
         file, and fetch the layers' tensors from it at once where they fit the memory. ``mlock``: keep them in memory, which
-        raises :class:`~dgr.errors.BudgetExceeded` where the process may not lock that much. ``placement``: the
-        devices that native numerics run on, and how many of the layers lie there. ``certified_only``: with exact numerics,
-        refuse types that the invariance suite has not passed here; only the suite itself turns this off. ``mtp`` is reserved:
-        None. Raises :class:`~dgr.errors.ArtifactError` for weights that are missing, misshapen or of another model,
+        raises :class:`~dgr.errors.BudgetExceeded` where the process may not lock that much. ``placement``: the devices that
+        native numerics run on, and how many of the layers lie there. ``certified_only``: with exact numerics, refuse types
+        that the invariance suite has not passed here; only the suite itself turns this off. ``mtp`` is reserved: None.
+        Raises :class:`~dgr.errors.ArtifactError` for weights that are missing, misshapen or of another model,
         :class:`~dgr.errors.NumericsRefused` for types that are not known to be exact here,
         :class:`~dgr.errors.BudgetExceeded` where the process or a device has no room for it,
         :class:`~dgr.errors.MtpNotExecutable`, :class:`~dgr.errors.InputError` for any other value, a device that is not there
@@ -146,6 +146,11 @@ class LlamaEngine(NativeHandle):
             needs,
         )
         self._info = read_info(self._native, self._stage)
+        #: Sampling parameters that native code takes as they are; of the seed each draw has its own.
+        taken = (name for name, _ in self._native.ffi.typeof("dgr_sample_params").fields)
+        self._sampled_with = tuple(
+            name for name in taken if name in SamplingParams.__struct_fields__ and name != "seed"
+        )
         context = replace(
             context,
             n_ctx=self._info.n_ctx_seq,
@@ -313,12 +318,10 @@ class LlamaEngine(NativeHandle):
         row = memoryview(logits).cast("B")[-row_bytes:]
         if row.nbytes != row_bytes:
             raise InputError(f"a row of logits has {row.nbytes} bytes; it must have {row_bytes}, n_vocab float32")
-        p = ffi.new("dgr_sample_params *")
-        for name, _ in ffi.typeof("dgr_sample_params").fields:
-            if name in SamplingParams.__struct_fields__ and name != "seed":  # of which a draw has its own
-                setattr(p, name, getattr(params, name))
-        p.seed = draw_seed(params.seed, len(history), params.choice)
-        p.n_top = n_top = params.top_logprobs
+        n_top = params.top_logprobs
+        given = {name: getattr(params, name) for name in self._sampled_with}
+        seed = draw_seed(params.seed, len(history), params.choice)
+        p = ffi.new("dgr_sample_params *", given | {"seed": seed, "n_top": n_top})
         token = ffi.new("int32_t *")
         top_tokens, top_logprobs = ffi.new("int32_t[]", max(1, n_top)), ffi.new("float[]", max(1, n_top))
         seen = _seen_by_penalties(history, params)

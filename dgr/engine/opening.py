@@ -9,9 +9,7 @@ from dgr.artifact.artifact import Artifact
 from dgr.core.arguments import check_flag, check_instance, check_whole
 from dgr.core.host import available_memory
 from dgr.core.route import LayerRange
-from dgr.core.values import (
-    ContextParams,
-)
+from dgr.core.values import ContextParams
 from dgr.engine.base import DeviceMemory, MemoryReport
 from dgr.engine.devices import ALL_DEVICES, Placement
 from dgr.engine.files import open_stage

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from pathlib import Path
-from typing import Any, SupportsIndex
+from typing import Any
 
 from dgr.artifact.artifact import Artifact
 from dgr.engine.files import open_vocabulary
@@ -41,6 +41,8 @@ class LlamaVocabulary(NativeHandle):
         path = artifact.file.path
         self._native = default_native()
         self._vocab = open_vocabulary(self._native, artifact)
+        #: Bytes of the tokens that were asked for, by id and whether specials have any.
+        self._pieces: dict[tuple[int, bool], bytes] = {}
         specials = self._native.ffi.new("int32_t[3]")
         self._native.check(
             self._native.lib.dgr_vocab_specials(self._vocab, specials, specials + 1, specials + 2),
@@ -80,16 +82,23 @@ class LlamaVocabulary(NativeHandle):
 
     def piece(self, token: int, *, special: bool = True) -> bytes:
         """The bytes of one token; several tokens may make one UTF-8 character. Raises :class:`InvalidToken`."""
-        if not isinstance(token, SupportsIndex):
-            raise InvalidToken(f"token id {token!r} is a {type(token).__name__}; give an integer")
-        token = operator.index(token)
+        try:
+            token = operator.index(token)
+        except TypeError:
+            raise InvalidToken(f"token id {token!r} is a {type(token).__name__}; give an integer") from None
         if not 0 <= token < self.n_vocab:
             raise InvalidToken(f"token id {token} is outside the vocabulary of {self.n_vocab}")
+        handle = self._handle
+        if (known := self._pieces.get((token, special))) is None:
+            known = self._pieces[token, special] = self._read_piece(handle, token, special)
+        return known
+
+    def _read_piece(self, handle: Any, token: int, special: bool) -> bytes:
         ffi, lib = self._native.ffi, self._native.lib
         room = 64
         while True:
             out, n = ffi.new("char[]", room), ffi.new("int32_t *")
-            self._native.check(lib.dgr_vocab_piece(self._handle, token, special, out, room, n), "detokenize")
+            self._native.check(lib.dgr_vocab_piece(handle, token, special, out, room, n), "detokenize")
             if n[0] <= room:
                 return bytes(ffi.buffer(out, n[0]))
             room = n[0]

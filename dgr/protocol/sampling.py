@@ -10,6 +10,7 @@ import math
 import operator
 import re
 import struct
+from functools import lru_cache
 
 import msgspec
 
@@ -63,6 +64,7 @@ def _named(message: str) -> str:
     return _FIELD.sub(lambda match: SamplingParams.__struct_fields__[int(match[1])], message)
 
 
+@lru_cache(maxsize=256)
 def sampling_problem(sampling: SamplingParams, n_vocab: int) -> str | None:
     """What a sampler would refuse of values that the schema lets pass. It computes in float32: so they are rounded first."""
     for name, (least, above, most, off) in _RANGES.items():

@@ -14,15 +14,12 @@ from __future__ import annotations
 import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from enum import StrEnum
 
 import trio
-from attrs import define, field, frozen
 
 from dgr.client.generation import GeneratedToken, Generation
 from dgr.client.pipeline import Pipeline
 from dgr.client.tracing import RequestTrace
-from dgr.core.values import SamplingParams
 from dgr.errors import (
     ClosedError,
     ContextLimitExceeded,
@@ -38,84 +35,15 @@ from dgr.errors import (
 )
 from dgr.protocol.sampling import check_sampling
 from dgr.protocol.states import RouteState
+from dgr.serving.jobs import Counters, Job, Phase, ServingLimits, Usage
 from dgr.serving.line import Line, Place
 from dgr.serving.sessions import KeptSession, Miss, SessionPool, Turn
+from dgr.serving.shared import SharedPrompt
 
 __all__ = ["Answer", "Job", "Phase", "ServingEngine", "ServingLimits", "Usage", "open_serving"]
 
 #: Seconds after which a client may try again where nobody can know: a route that is being fenced, a stage that is full.
 _SOON = 1.0
-
-
-@frozen
-class ServingLimits:
-    """Bounds of a server."""
-
-    #: Conversations answered at once, and kept between requests; None: as many as the stages have slots (n_seq_max) beside
-    #: those of ``prefixes``.
-    sessions: int | None = None
-    #: Slots for copies of states on the way; None: those that ``sessions`` leaves.
-    prefixes: int | None = None
-    #: Requests that may wait for a slot.
-    max_waiting: int = 64
-    #: Prompt tokens of all that wait; None: eight contexts' worth.
-    max_waiting_tokens: int | None = None
-    #: Seconds from admission to the last token.
-    deadline: float = 1800.0
-
-    def __attrs_post_init__(self) -> None:
-        if min(self.max_waiting, self.max_waiting_tokens or 0, self.prefixes or 0) < 0 or not self.deadline > 0:
-            raise InputError(f"limits of a server cannot be negative, and its deadline must be above 0: {self}")
-
-
-@frozen
-class Job:
-    """What shall be answered."""
-
-    prompt: tuple[int, ...]
-    max_tokens: int
-    sampling: SamplingParams = field(factory=SamplingParams)
-    #: Token ids that end the answer; they are not part of it.
-    stop: frozenset[int] = frozenset()
-    #: Tokens drawn before one of ``stop`` ends the answer; an earlier one is part of it.
-    min_tokens: int = 0
-    #: Whether whoever asks chose the seed. If not, an answer that was left may be gone on with under its own.
-    seeded: bool = True
-
-
-class Phase(StrEnum):
-    """How far an answer is."""
-
-    #: In the line, for a slot.
-    WAITING = "waiting"
-    #: Its prompt is being evaluated.
-    PREFILL = "prefill"
-    #: Its tokens are being drawn.
-    DECODE = "decode"
-    #: It is complete, refused or left.
-    ENDED = "ended"
-
-
-@define
-class Usage:
-    """Tokens of one answer."""
-
-    prompt: int
-    #: Of the prompt, those that no stage evaluated for this request.
-    cached: int = 0
-    #: Tokens drawn, without the one that ended the answer.
-    completion: int = 0
-
-
-@define
-class Counters:
-    """What a server counts over its life; prompts once their answer has ended, if it drew a token at all."""
-
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    completion_tokens: int = 0
-    #: Answers left before their end by whoever had asked.
-    cancelled: int = 0
 
 
 class Answer:
@@ -151,7 +79,9 @@ class Answer:
     @property
     def evaluated(self) -> int:
         """Tokens of the prompt that every stage has."""
-        return 0 if self.kept is None else min(self.kept.session.committed, self.usage.prompt)
+        shared = self.job.shared
+        kept = shared.evaluating if self.kept is None and shared is not None else self.kept
+        return 0 if kept is None else min(kept.session.committed, self.usage.prompt)
 
     @property
     def prefill_ms(self) -> float:
@@ -239,27 +169,62 @@ class Answer:
 
     async def _begin(self) -> None:
         """Wait for the turn, and for the session that holds most of the prompt; begun again when it was cut short."""
-        job, sessions = self.job, self._serving.sessions
+        job = self.job
         if self.kept is None:
             await self.place.turn.wait()
             self.phase, self._prefill_began = Phase.PREFILL, trio.current_time()
-            self.kept = await sessions.take(job.prompt, job.sampling, seeded=job.seeded)
-            session = self.kept.session
-            if self.trace is not None:
-                self.trace.follow(session)
-            self.usage.cached, self._sent = min(session.committed, self.usage.prompt), session.sent_in_all
+            await self._take_session()
+        assert self.kept is not None
         session, turn = self.kept.session, self.kept.unfinished
         if turn is None:
             turn = Turn(job.prompt, job.sampling, job.seeded, [])
-            for point in sessions.points(job.prompt, self.kept):
-                session.generate(transcript=job.prompt[:point])
-                await session.prefill(())
-                await sessions.store(self.kept, shared=point < len(job.prompt) - 1)
+            await self._keep_copies(self.kept)
             if not job.sampling.top_logprobs:  # with its candidates a token takes kilobytes
                 self.kept.unfinished = turn
         self._turn, self._told = turn, 0
         told = [token.id for token in turn.drawn]
         self._generation = session.generate(transcript=[*job.prompt, *told], sampling=turn.sampling, stop=())
+
+    async def _take_session(self) -> None:
+        """The session in which it was left, a copy of what another choice evaluated, or what the pool has."""
+        job, sessions, shared = self.job, self._serving.sessions, self.job.shared
+        kept = sessions.left(job.prompt, job.sampling, seeded=job.seeded)
+        if kept is None and shared is not None and self._serving.pipeline.copies_sessions:
+            kept = await shared.copy(sessions)
+            if kept is None:
+                try:
+                    self._hold(await sessions.take(job.prompt))
+                    shared.evaluating = self.kept
+                    await self._evaluate_for_all(shared)
+                finally:
+                    shared.end()
+                return
+        self._hold(kept or await sessions.take(job.prompt))
+
+    def _hold(self, kept: KeptSession) -> None:
+        self.kept = kept
+        if self.trace is not None:
+            self.trace.follow(kept.session)
+        self.usage.cached, self._sent = min(kept.session.committed, self.usage.prompt), kept.session.sent_in_all
+
+    async def _evaluate_for_all(self, shared: SharedPrompt) -> None:
+        """Evaluate the prompt but for its last token, and give the other choices copies."""
+        assert self.kept is not None
+        await self._keep_copies(self.kept)
+        if end := len(self.job.prompt) - 1:
+            await self._evaluate(self.kept, end)
+            await shared.hand_out(self.kept, self._serving.sessions)
+
+    async def _keep_copies(self, kept: KeptSession) -> None:
+        """Evaluate the prompt as far as there is something worth to be kept."""
+        sessions, prompt = self._serving.sessions, self.job.prompt
+        for point in sessions.points(prompt, kept):
+            await self._evaluate(kept, point)
+            await sessions.store(kept, shared=point < len(prompt) - 1)
+
+    async def _evaluate(self, kept: KeptSession, point: int) -> None:
+        kept.session.generate(transcript=self.job.prompt[:point])
+        await kept.session.prefill(())
 
     async def _draw(self) -> GeneratedToken | None:
         """The next token: one that was drawn for an earlier try, or a new one."""

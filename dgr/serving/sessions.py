@@ -134,10 +134,10 @@ class SessionPool:
         """Tokens committed in them."""
         return sum(kept.session.committed for kept in self._kept)
 
-    async def take(self, prompt: tuple[int, ...], sampling: SamplingParams, *, seeded: bool) -> KeptSession:
-        """The idle session in which this very turn was left, else what holds the longest part of ``prompt``, else a fresh one.
+    def left(self, prompt: tuple[int, ...], sampling: SamplingParams, *, seeded: bool) -> KeptSession | None:
+        """The idle session in which this very turn was left, and ``unfinished`` is what can be told again; else None.
 
-        The caller gives it back. In the first case, and only then, ``unfinished`` is what can be told again.
+        The caller gives it back.
         """
         for kept in self._kept:
             turn = kept.unfinished
@@ -147,6 +147,10 @@ class SessionPool:
                 self.hits += 1
                 self.resumed += 1
                 return _taken(kept, prompt)
+        return None
+
+    async def take(self, prompt: tuple[int, ...]) -> KeptSession:
+        """What holds the longest part of ``prompt``, else a fresh session; :meth:`left` is asked before. It is given back."""
         tokens = list(prompt)
         while (best := self._best(tokens)) is not None and best.in_use:
             await self._given_back.wait()  # somebody else has a copy made of it
@@ -211,11 +215,7 @@ class SessionPool:
             if prefix.is_prefix:
                 prefix.uses += 1
                 self.give_back(prefix)
-        self.copied += 1
-        if made.session.committed == expected:
-            self.hits += 1
-        else:
-            self.misses[Miss.LOST] += 1
+        self._count_copy(made, expected)
         return made
 
     def _use_up(self, prefix: KeptSession) -> KeptSession:
@@ -237,6 +237,30 @@ class SessionPool:
             self._forget(place)
             raise
         return place
+
+    async def branch(self, source: KeptSession) -> KeptSession:
+        """A copy of ``source``, which is the caller's own, for somebody else with the same prompt, who gives it back.
+
+        Raises what a fork raises.
+        """
+        gone: KeptSession | None = None
+        while len(self._kept) >= self._size and (gone := self._leaving(source)) is None:
+            await self._given_back.wait()
+        try:
+            made = await self._copy(source, gone)
+        except Overloaded:
+            self.refused += 1
+            raise
+        self._count_copy(made, source.session.committed)
+        made.prompt_end = source.prompt_end
+        return made
+
+    def _count_copy(self, made: KeptSession, expected: int) -> None:
+        self.copied += 1
+        if made.session.committed == expected:
+            self.hits += 1
+        else:
+            self.misses[Miss.LOST] += 1
 
     def points(self, prompt: tuple[int, ...], kept: KeptSession) -> list[int]:
         """Positions of ``prompt`` at which a copy of ``kept``, which was taken for it, is worth its slot; ascending."""

@@ -41,6 +41,8 @@ _MERGE_STEPS, _FIRST_REST, _LAST_REST = 1.5, 8, 256
 _NEAR = 1.04
 #: Weight of what a step took, against that of the one before it, in :class:`StepTime`.
 _OLDER = 0.98
+#: Decode batches after which times are known well enough to look at groups anew only after as many more.
+_SETTLED = 16
 #: Mean times away after which a session that has not come back is not counted as decoding any more.
 _OVERDUE = 3.0
 
@@ -60,22 +62,28 @@ class StepTime:
 
     def __init__(self) -> None:
         self._weight = self._n = self._nn = self._t = self._nt = 0.0
+        #: A point of the line, and its slope.
+        self._line = 0.0, 0.0, 0.0
 
     def add(self, n: int, seconds: float) -> None:
         """A batch of ``n`` steps took so long."""
-        for name, value in (("_weight", 1.0), ("_n", n), ("_nn", n * n), ("_t", seconds), ("_nt", n * seconds)):
-            setattr(self, name, _OLDER * getattr(self, name) + value)
+        self._weight = weight = _OLDER * self._weight + 1.0
+        self._n = _OLDER * self._n + n
+        self._nn = _OLDER * self._nn + n * n
+        self._t = _OLDER * self._t + seconds
+        self._nt = _OLDER * self._nt + n * seconds
+        mean_n, mean_t, slope = self._n / weight, self._t / weight, 0.0
+        spread = self._nn / weight - mean_n * mean_n
+        if (
+            spread >= 1e-6 * self._nn / weight
+        ):  # else all of one size: as if size cost nothing, until a larger one tells
+            slope = min(max((self._nt / weight - mean_n * mean_t) / spread, 0.0), mean_t / mean_n)
+        self._line = mean_n, mean_t, slope
 
     def __call__(self, n: int) -> float:
         """Seconds that a batch of ``n`` should take; 0 before the first."""
-        if not self._weight:
-            return 0.0
-        mean_n, mean_t = self._n / self._weight, self._t / self._weight
-        spread = self._nn / self._weight - mean_n * mean_n
-        if spread < 1e-6 * self._nn / self._weight:
-            return mean_t  # all of one size: as if size cost nothing, until a larger one tells
-        slope = (self._nt / self._weight - mean_n * mean_t) / spread
-        return max(mean_t + min(max(slope, 0.0), mean_t / mean_n) * (n - mean_n), 0.0)
+        mean_n, mean_t, slope = self._line
+        return max(mean_t + slope * (n - mean_n), 0.0)
 
 
 def best_groups(sessions: int, stages: int, seconds: Callable[[int], float]) -> int:
@@ -132,8 +140,11 @@ class ReadyWork(Generic[R]):
     #: Seconds a session was away, by slot.
     _last_away: dict[int, float] = field(factory=dict)
     _step_time: StepTime = field(factory=StepTime)
-    #: Groups that there should be.
+    #: Groups that there should be; and what was found for numbers of sessions and stages, by the times known then.
     _groups: int = 1
+    _best: dict[tuple[int, int], int] = field(factory=dict)
+    #: Decode batches that have run.
+    _decoded: int = 0
     #: Since when an unfilled batch waits; NaN when none does. And of how many steps it was then.
     _waiting_since: float = math.nan
     _waiting_with: int = 0
@@ -191,7 +202,7 @@ class ReadyWork(Generic[R]):
         longest."""
         ready = {request.work.slot: request for request in self._decode}
         slots = ready.keys() | self._away.keys()
-        self._groups = best_groups(len(slots), max(request.ring for request in self._decode), self._step_time)
+        self._groups = self._best_groups(len(slots), max(request.ring for request in self._decode))
         blocks = _blocks(slots, self._groups)
         found: tuple[list[R], list[_Away]] | None = None
         for slot in ready:
@@ -204,12 +215,21 @@ class ReadyWork(Generic[R]):
         assert found is not None
         return found
 
+    def _best_groups(self, sessions: int, stages: int) -> int:
+        """:func:`best_groups`, which is not asked again for every token."""
+        if (known := self._best.get((sessions, stages))) is None:
+            known = self._best[sessions, stages] = best_groups(sessions, stages, self._step_time)
+        return known
+
     def ran(self, batch: list[R], began: float, now: float) -> None:
         """A batch has run; what was decoded is on its way round the ring."""
         if not is_decode(batch[0]):
             self._first = len(self._decode)
             return
         self._step_time.add(len(batch), now - began)
+        self._decoded += 1
+        if self._decoded < _SETTLED or not self._decoded % _SETTLED:
+            self._best.clear()
         group = _Group()
         for slot in (request.work.slot for request in batch):
             self._away[slot] = _Away(now, group, self._last_away.get(slot, math.nan))
@@ -250,10 +270,10 @@ class ReadyWork(Generic[R]):
 
     def _forget_overdue(self, now: float) -> None:
         """Those that do not decode any more: their answer has ended, or their client is slow."""
-        usual = max(self._last_away.values(), default=math.inf)
-        for slot, away in list(self._away.items()):
-            known = usual if math.isnan(away.last) else away.last
-            if now - away.since > _OVERDUE * max(known, self._step_time(1)):
+        least = _OVERDUE * self._step_time(1)
+        for slot, away in [each for each in self._away.items() if now - each[1].since > least]:
+            known = max(self._last_away.values(), default=math.inf) if math.isnan(away.last) else away.last
+            if now - away.since > _OVERDUE * known:
                 self.forget(slot)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import TypeVar
@@ -198,8 +199,11 @@ class Scheduler:
     async def _next_batch(self) -> list[_Request]:
         while isinstance(found := self._ready.next(trio.current_time()), float):
             self._came = trio.Event()
-            with trio.CancelScope(deadline=found):
+            if found == math.inf:
                 await self._came.wait()
+            else:
+                with trio.CancelScope(deadline=found):
+                    await self._came.wait()
         return found
 
     async def step(

@@ -7,7 +7,7 @@ another. A frame that does not fit exactly what it holds is answered with a miss
 from __future__ import annotations
 
 from array import array
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 
 import trio
 from attrs import frozen
@@ -27,7 +27,10 @@ from dgr.stage.tracing import StepTimes
 from dgr.wire import frames
 from dgr.wire.frames import Boundary, Miss, Refusal, Tokens
 
-__all__ = ["Origin", "SessionActor", "SessionReply", "WorkFrame", "no_copy"]
+__all__ = ["Origin", "SessionActor", "SessionReply", "WorkFrame", "expire_idle", "no_copy"]
+
+#: Seconds between two looks for idle sessions, at least.
+_EXPIRY_PAUSE = 0.01
 
 WorkFrame = Tokens | Boundary
 
@@ -83,7 +86,6 @@ class SessionActor:
         description: StageIdentity,
         reply: Reply,
         forward: Forward,
-        idle_timeout: float,
         ring: int,
         on_end: Callable[[SessionActor], None],
         note: Callable[[WorkRecord], None],
@@ -104,13 +106,13 @@ class SessionActor:
         self._description = description
         self._reply = reply
         self._forward = forward
-        self._idle_timeout = idle_timeout
         self._ring = ring
         self._on_end = on_end
         #: Takes what was noted of traced work.
         self._note = note
         self._machine = StateMachine(SESSION)
         self._scope = trio.CancelScope()
+        self._is_ending = False
         self._send, self._receive = trio.open_memory_channel[_Delivery](INBOX)
         #: Requests taken and not dealt with yet: in the inbox, on their way out of it, or being handled; a fork is one.
         self._undone = 0 if origin is None else 1
@@ -140,7 +142,7 @@ class SessionActor:
     @property
     def is_ending(self) -> bool:
         """Whether it takes no more work: :meth:`end` was called, or its supervisor leaves."""
-        return self._scope.cancel_called or self.state in (SessionState.CLOSING, SessionState.CLOSED)
+        return self._is_ending
 
     # --- the interface of the supervisor ---
 
@@ -161,8 +163,9 @@ class SessionActor:
 
     def end(self, end_reason: Miss | None) -> None:
         """Begin the end; :attr:`ended` tells when it is complete. Ending twice is harmless."""
-        if self.is_ending:
+        if self._is_ending:
             return
+        self._is_ending = True
         self.end_reason = end_reason
         self._scope.cancel()
 
@@ -189,6 +192,7 @@ class SessionActor:
                 if self._origin is None or await self._begin_as(self._origin):
                     await self._serve()
         finally:
+            self._is_ending = True
             self._machine.fire(SessionEvent.END)
             try:
                 with trio.CancelScope(shield=True):
@@ -227,13 +231,7 @@ class SessionActor:
 
     async def _serve(self) -> None:
         while True:
-            with trio.move_on_after(self._idle_timeout) as patience:
-                frame, payload, consumed, came = await self._receive.receive()
-            if patience.cancelled_caught:
-                if self._undone:
-                    continue  # work came in the very moment
-                self.end(Miss.EXPIRED)
-                await trio.sleep_forever()
+            frame, payload, consumed, came = await self._receive.receive()
             try:
                 if frame.trace is None:
                     await self._handle(frame, payload)
@@ -362,3 +360,16 @@ class SessionActor:
 
     async def _refuse(self, frame: WorkFrame, code: Refusal, message: str) -> None:
         await self._reply(frames.Refused(self.key, frame.seq, code, message[:4096]), None)
+
+
+async def expire_idle(actors: Callable[[], Iterable[SessionActor]], idle: float) -> None:
+    """End every session that has been idle for ``idle`` seconds; forever. All in one look, so that work costs no timer."""
+    while True:
+        now = trio.current_time()
+        due = now + idle
+        for actor in actors():
+            if actor.is_idle and actor.last_active + idle <= now:
+                actor.end(Miss.EXPIRED)
+            elif actor.is_idle:
+                due = min(due, actor.last_active + idle)
+        await trio.sleep_until(max(due, now + _EXPIRY_PAUSE))

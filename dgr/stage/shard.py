@@ -29,7 +29,7 @@ from dgr.stage.ledger import Lease, Ledger
 from dgr.stage.load import stage_load
 from dgr.stage.peers import answer_stranger, close, confined, grant, hand_over, say_ready, tell
 from dgr.stage.scheduler import Scheduler
-from dgr.stage.session import SessionActor
+from dgr.stage.session import SessionActor, expire_idle
 from dgr.stage.statistics import ShardStatistics
 from dgr.stage.supervisor import EpochSupervisor
 from dgr.stage.tracing import TraceBuffer
@@ -78,7 +78,7 @@ class Shard:
         )
         self.ledger = Ledger(memory, self.description.context.n_seq_max)
         self.scheduler = Scheduler(engine)
-        self.idle_timeout = idle_timeout
+        self._idle_timeout = idle_timeout
         self.min_idle = min_idle
         self.fence_timeout = fence_timeout
         self.traces = TraceBuffer()
@@ -130,6 +130,9 @@ class Shard:
         return [supervisor.state for supervisor in self._routes.values()]
 
     # --- the interface of supervisors ---
+
+    def free_slot(self, owner: Hashable) -> Lease | None:
+        return None if self._leasing.locked() else self.ledger.lease(owner)
 
     async def lease(
         self, owner: Hashable, wanted: Callable[[], bool], spared: SessionActor | None = None
@@ -193,8 +196,9 @@ class Shard:
         self.draining.links.add(link)
         async with open_nursery() as nursery:
             try:
-                async for received in link:
-                    await self._on_control(link, received.frame, received.payload, nursery)
+                while batch := await link.receive():
+                    for received in batch:
+                        await self._on_control(link, received.frame, received.payload, nursery)
             except WireError:
                 # Broken or hostile: either way the link is over, and nothing else of the shard is touched.
                 pass
@@ -209,8 +213,9 @@ class Shard:
         """Read the link of a previous stage, which the route knows as ``peer``, until it ends; the link is closed."""
         with confined(f"link {link.name}"):
             try:
-                async for received in link:
-                    self._on_boundary(link, peer, received)
+                while batch := await link.receive():
+                    for received in batch:
+                        self._on_boundary(link, peer, received)
             except WireError:
                 # As above. The pipeline learns of a dead stage on its own control link to it.
                 pass
@@ -387,6 +392,7 @@ class Shard:
             try:
                 async with open_nursery() as nursery:
                     self._nursery = nursery
+                    nursery.start_soon(expire_idle, self.actors, self._idle_timeout)
                     task_status.started()
                     try:
                         await trio.sleep_forever()

@@ -49,10 +49,13 @@ class StageServices(Protocol):
     ledger: Ledger
     description: StageIdentity
     traces: TraceBuffer
-    idle_timeout: float
     #: Seconds a fence waits for its successor.
     fence_timeout: float
     draining: Draining
+
+    def free_slot(self, owner: Hashable) -> Lease | None:
+        """A slot that is free, unless others wait for one."""
+        ...
 
     async def lease(
         self, owner: Hashable, wanted: Callable[[], bool], spared: SessionActor | None = None
@@ -147,11 +150,10 @@ class EpochSupervisor:
                 if (old := self._begin_fence(frame)) is not None:
                     self._start(self._fence, frame, old)
             case frames.Open():
-                if self._begin_open(frame):
-                    self._start(self._open, frame, None)
+                self._begin_open(frame, None)
             case frames.Fork():
-                if (origin := self._origin_of(frame)) is not None and self._begin_open(frame):
-                    self._start(self._open, frame, origin)
+                if (origin := self._origin_of(frame)) is not None:
+                    self._begin_open(frame, origin)
             case frames.Close():
                 self._start(self._close, frame, self._begin_close(frame))
             case frames.QueryState():
@@ -275,20 +277,23 @@ class EpochSupervisor:
             key = Key(self.route, self.epoch, 0)
             self._answer(frames.Refused(key, 0, Refusal.SUCCESSOR, f"the link to the next stage ended: {why}"[:4096]))
 
-    def _begin_open(self, frame: frames.Open | frames.Fork) -> bool:
-        """Whether a slot is to be had for it."""
+    def _begin_open(self, frame: frames.Open | frames.Fork, origin: Origin | None) -> None:
+        """Open a session in a free slot, at once: sessions that open together get neighbouring slots, the same order of them on
+        every stage. Else begin to wait for one."""
         key = frame.key
         if not self._admits(key, frame.seq):
-            return False
+            return
         if self._services.draining.is_on:
             self._answer(frames.Refused(key, frame.seq, Refusal.DRAINING, DRAINING))
-            return False
+            return
         if key.session in self.sessions or key.session in self._opening:
             problem = f"session {key.session} is open already; close it first"
             self._answer(frames.Refused(key, frame.seq, Refusal.PROTOCOL, problem))
-            return False
-        self._opening[key.session] = frame.seq
-        return True
+        elif (lease := self._services.free_slot((key, frame.seq))) is not None:
+            self._open_in(lease, frame, origin)
+        else:
+            self._opening[key.session] = frame.seq
+            self._start(self._wait_for_slot, frame, origin)
 
     def _origin_of(self, frame: frames.Fork) -> Origin | None:
         """What is to be copied; None, and an answer, when that cannot be: nobody shall make room for it then."""
@@ -308,7 +313,7 @@ class EpochSupervisor:
         self._answer(no_copy(key, frame.seq, problem, source))
         return None
 
-    async def _open(self, frame: frames.Open | frames.Fork, origin: Origin | None) -> None:
+    async def _wait_for_slot(self, frame: frames.Open | frames.Fork, origin: Origin | None) -> None:
         key = frame.key
 
         def wanted() -> bool:
@@ -325,7 +330,19 @@ class EpochSupervisor:
         del self._opening[key.session]
         if lease is None:
             self._answer(frames.Refused(key, frame.seq, Refusal.OVERLOADED, self._services.ledger.refusal()))
-            return
+        else:
+            self._open_in(lease, frame, origin)
+
+    def _open_in(self, lease: Lease, frame: frames.Open | frames.Fork, origin: Origin | None) -> None:
+        try:
+            self._begin_session(lease, frame, origin)
+        except BaseException:
+            if frame.key.session not in self.sessions:  # else its actor gives it back
+                self._services.ledger.release(lease)
+            raise
+
+    def _begin_session(self, lease: Lease, frame: frames.Open | frames.Fork, origin: Origin | None) -> None:
+        key = frame.key
         actor = SessionActor(
             key,
             lease,
@@ -334,7 +351,6 @@ class EpochSupervisor:
             description=self._services.description,
             reply=self._reply,
             forward=self._forward,
-            idle_timeout=self._services.idle_timeout,
             ring=self._stages,
             on_end=self._ended,
             note=partial(self._services.traces.add, self.route),
@@ -413,7 +429,10 @@ class EpochSupervisor:
         if frame.key.epoch != self.epoch:
             return
         try:
-            await self.control.send(frame, payload)
+            if payload is None:
+                self.control.send_nowait(frame)
+            else:
+                await self.control.send(frame, payload)
         except WireError:
             # As in _answer: the control link's reader ends this route session.
             return

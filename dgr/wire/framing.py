@@ -266,7 +266,10 @@ class Framer:
         view = memoryview(data)
         try:
             while view.nbytes:
-                if self._message is None and self._target is None:
+                if (whole := self._whole_message(view)) is not None:
+                    self._end_message(whole, done)
+                    view = view[HEADER_SIZE + whole.nbytes :]
+                elif self._message is None and self._target is None:
                     view = self._take_header(view)
                 else:
                     view = self._take_body(view, lasting, done)
@@ -275,6 +278,16 @@ class Framer:
             if not done:
                 raise
         return done
+
+    def _whole_message(self, view: memoryview) -> memoryview | None:
+        """The body of a message that came in one piece, with its header: it is read where it lies."""
+        if self._message is not None or self._target is not None or self._header or view.nbytes < HEADER_SIZE:
+            return None
+        length, kind, reserved, stream = _HEADER.unpack_from(view)
+        if kind != _MESSAGE or reserved or not 0 < length <= min(self.limits.message, view.nbytes - HEADER_SIZE):
+            return None
+        self._stream = stream
+        return view[HEADER_SIZE : HEADER_SIZE + length]
 
     def _fail(self, error: FrameError) -> None:
         self.error = error
@@ -334,7 +347,7 @@ class Framer:
                 del self._assemblies[self._stream]
                 done.append(assembly.received())
 
-    def _end_message(self, body: bytearray, done: list[Received]) -> None:
+    def _end_message(self, body: bytearray | memoryview, done: list[Received]) -> None:
         try:
             frame = frames.decode(body)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:

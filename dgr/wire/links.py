@@ -1,14 +1,16 @@
 """Links: a transport, a framer, one reader and one writer.
 
-The reader is whoever iterates over the link; it must never wait for a caller, so that any byte is read as soon as it
-comes. One writer task alone waits for the transport (a cancelled send would leave half a frame); a transport inside this
+The reader is whoever iterates over the link, or takes all that has come at once (:meth:`Link.receive`): what several
+sessions say in one moment costs one turn of the event loop. It must never wait for a caller, so that any byte is read as soon
+as it comes. One writer task alone waits for the transport (a cancelled send would leave half a frame); a transport inside this
 process takes what it has room for at once, in the same order. Control messages go first. Payloads take
 turns, fragment by fragment, so that no session waits for another's long prefill; a session has one payload under way at a
 time, so that its frames arrive in the order in which they were sent. The payloads under way are bounded in bytes and in
 number; :meth:`Link.send` waits for room, first come first served.
 
 The receiver holds back the sender with *credits*: payload bytes may be sent only as far as the other side has granted
-them, and it grants them again when it has consumed a payload, so that what waits at a slow stage stays bounded. With a
+them, and it grants them again when it has consumed payloads, so that what waits at a slow stage stays bounded: not each
+by itself, but as soon as a quarter of all credit is due. With a
 *heartbeat* a side that has nothing to say, or hears nothing, asks for a sign of life now and then, and one that hears
 nothing at all for three heartbeats gives the other up: any byte counts as life. Each side has a heartbeat of its own.
 
@@ -90,6 +92,8 @@ class Link:
         self._writing_now = False
         self._writing = trio.CancelScope()
         self._received: deque[Received] = deque()
+        #: Payload bytes that were consumed and not granted again yet; and how many of them are granted together.
+        self._due = self._due_at = 0
         #: What the iteration ends with.
         self._end: Exception | None = None
         self._closed = False
@@ -123,6 +127,9 @@ class Link:
         self._outbox.credit = credit
         self._outbox.most_credit = credit or 0
         self._framer.allowance = granted
+        if granted is not None:
+            # The largest payload always finds room in what is not held back.
+            self._due_at = max(min(granted // 4, granted - self._framer.limits.under_way // 2), 0)
 
     @property
     def backlog(self) -> int:
@@ -132,7 +139,11 @@ class Link:
     # --- sending ---
 
     def grant(self, n_bytes: int) -> None:
-        """Let the other side send ``n_bytes`` of payload again: that many were consumed here."""
+        """Let the other side send ``n_bytes`` of payload again, now or with the next: that many were consumed here."""
+        self._due += n_bytes
+        if self._due < self._due_at:
+            return
+        n_bytes, self._due = self._due, 0
         if self._framer.allowance is not None:
             self._framer.allowance += n_bytes
         if self._is_open:
@@ -154,7 +165,7 @@ class Link:
         self._start_writing()
 
     async def send(self, frame: Frame, payload: bytes | bytearray | memoryview | None = None) -> None:
-        """Queue a frame; with a payload, wait until there is room for it.
+        """Queue a frame; with a payload, wait until there is room for it. Whoever finds room keeps its turn of the event loop.
 
         The payload is not copied, so it must not change any more. A send that is cancelled has
         queued nothing, or all of it if room came at that very moment.
@@ -162,14 +173,13 @@ class Link:
         await trio.lowlevel.checkpoint_if_cancelled()
         if payload is None:
             self.send_nowait(frame)
-        else:
-            outgoing = self._prepare(frame, payload)
-            self._outbox.add(outgoing)
-            self._start_writing()
-            if not outgoing.admitted:
-                await self._wait_for_room(outgoing)
-                return
-        await trio.lowlevel.cancel_shielded_checkpoint()
+            await trio.lowlevel.cancel_shielded_checkpoint()
+            return
+        outgoing = self._prepare(frame, payload)
+        self._outbox.add(outgoing)
+        self._start_writing()
+        if not outgoing.admitted:
+            await self._wait_for_room(outgoing)
 
     def _prepare(self, frame: Frame, payload: bytes | bytearray | memoryview) -> Outgoing:
         self._check_open()
@@ -296,6 +306,26 @@ class Link:
             received = self._received.popleft()
             if not self._handle_link_frame(received.frame):
                 return received
+
+    async def receive(self) -> list[Received]:
+        """Every frame that has come, at least one; none when the other side closed the link between two frames.
+
+        Raises as iterating does, after the frames that came before.
+        """
+        taken: list[Received] = []
+        while not taken:
+            if not self._received:
+                if isinstance(self._end, StopAsyncIteration):
+                    return taken
+                if self._end is not None:
+                    raise self._end
+                await self._fill()
+            while self._received:
+                self._frames_received += 1
+                received = self._received.popleft()
+                if not self._handle_link_frame(received.frame):
+                    taken.append(received)
+        return taken
 
     def _handle_link_frame(self, frame: Frame) -> bool:
         """Deal with what concerns the link alone."""

@@ -57,14 +57,15 @@ async def open_nursery() -> AsyncIterator[trio.Nursery]:
             del lone, context  # as above
 
 
-@asynccontextmanager
-async def cancelled_first() -> AsyncIterator[None]:
+class cancelled_first:  # noqa: N801 (a context manager, read as a phrase)
     """A caller who is being cancelled hears that, and not what broke on the way."""
-    try:
-        yield
-    except (WireError, SessionError):
-        await trio.lowlevel.checkpoint_if_cancelled()
-        raise
+
+    async def __aenter__(self) -> None:
+        return
+
+    async def __aexit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
+        if isinstance(error, WireError | SessionError):
+            await trio.lowlevel.checkpoint_if_cancelled()
 
 
 def _lone(group: BaseExceptionGroup[BaseException], block: BaseException | None) -> BaseException | None:

@@ -25,6 +25,8 @@ COMMANDS = (
     "overhead",
     "hops",
     "sessions",
+    "servers",
+    "prefill",
     "plan",
     "widths",
 )

@@ -36,9 +36,9 @@ from dgr_bench.frontier.metrics import (
     metrics,
     ratio_interval,
 )
-from dgr_bench.llama_bench import LlamaBench
 from dgr_bench.quartiles import line_over, median
 from dgr_bench.results import Journal
+from dgr_bench.upstream.llama_bench import LlamaBench
 
 PLAN = FrontierPlan(name="test", lengths=(512, 1024, 2048, 4096), decode=32, chunk=512, split="0:2,2:5,5:7")
 SLOPE = "decode through one stage grows as in the whole model, ± 3%"

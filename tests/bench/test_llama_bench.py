@@ -13,8 +13,9 @@ from dgr import ContextParams
 from dgr.engine.native import build_info
 from dgr.errors import EngineError, InputError
 from dgr.selftest.fixture.cached import cached_fixture
-from dgr_bench import llama_bench
-from dgr_bench.llama_bench import LlamaBench, find_llama_bench, parse_samples
+from dgr_bench.upstream import programs
+from dgr_bench.upstream.llama_bench import LlamaBench, parse_samples
+from dgr_bench.upstream.programs import find_program
 
 #: What a real one printed, on a fixture model.
 RECORDED = Path(__file__).with_name("llama_bench.json").read_bytes()
@@ -108,28 +109,28 @@ async def test_a_program_that_is_none(tmp_path: Path) -> None:
 
 def test_a_binary_that_was_named(tmp_path: Path) -> None:
     path = program(tmp_path, "exit 0")
-    assert find_llama_bench(path) == path
+    assert find_program("llama-bench", path) == path
     with pytest.raises(InputError, match=r"--llama-bench .*nowhere is not a program"):
-        find_llama_bench(tmp_path / "nowhere")
+        find_program("llama-bench", tmp_path / "nowhere")
 
 
 def test_outside_a_checkout_a_binary_must_be_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(llama_bench, "__file__", str(tmp_path / "bench" / "dgr_bench" / "llama_bench.py"))
+    monkeypatch.setattr(programs, "__file__", str(tmp_path / "bench" / "dgr_bench" / "upstream" / "programs.py"))
     with pytest.raises(InputError, match=r"checkout of dgr.*name what it prints with --llama-bench"):
-        find_llama_bench(None)
+        find_program("llama-bench", None)
 
 
 def test_a_build_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "cffi_build").mkdir()
     (tmp_path / "cffi_build" / "llama_cpp.py").write_text("raise SystemExit(7)")
-    monkeypatch.setattr(llama_bench, "__file__", str(tmp_path / "bench" / "dgr_bench" / "llama_bench.py"))
+    monkeypatch.setattr(programs, "__file__", str(tmp_path / "bench" / "dgr_bench" / "upstream" / "programs.py"))
     with pytest.raises(InputError, match="could not be built, exit status 7"):
-        find_llama_bench(None)
+        find_program("llama-bench", None)
 
 
 @pytest.mark.llama_bench
 async def test_the_real_one() -> None:
     commit = build_info()["llama_cpp_commit"]
-    real = LlamaBench(find_llama_bench(None), commit, cached_fixture("mixed"), ContextParams(), threads=1)
+    real = LlamaBench(find_program("llama-bench", None), commit, cached_fixture("mixed"), ContextParams(), threads=1)
     assert await real.seconds(prefill=32) > 0
     assert await real.seconds(decode=4) > 0

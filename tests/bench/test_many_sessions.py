@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,8 @@ from dgr.testing.offline import open_fake_pipeline
 from dgr_bench.cli import main
 from dgr_bench.overhead import sessions
 from dgr_bench.overhead.ratios import Ratios
-from dgr_bench.overhead.sessions import Sessions, SessionsPlan, drawn_seconds, pace
+from dgr_bench.overhead.sessions import Sessions, SessionsPlan, drawn_seconds, loop_seconds, pace
+from dgr_bench.quartiles import quartiles_of
 
 PLAN = SessionsPlan(
     name="a plan",
@@ -39,6 +41,15 @@ async def test_all_sessions_draw_the_same_number_of_tokens_together(autojump_clo
         assert offline.pipeline.statistics().sessions == 0
 
 
+async def test_the_event_loops_time_is_of_those_tokens(autojump_clock: MockClock) -> None:
+    context = ContextParams(n_ctx=256, n_batch=64, n_ubatch=64, n_seq_max=3)
+    async with open_fake_pipeline("0:3,3:6", context=context) as offline:
+        before = time.thread_time()
+        found = await loop_seconds(3, 20, offline.pipeline)
+        assert 0 < found["loop_s"] < time.thread_time() - before
+        assert found["tokens"] == 20
+
+
 async def test_the_pace_is_that_of_every_stream(autojump_clock: MockClock) -> None:
     context = ContextParams(n_ctx=512, n_batch=32, n_ubatch=32, n_seq_max=4)
     async with open_fake_pipeline("0:3,3:6", context=context) as offline:
@@ -58,8 +69,10 @@ def test_metrics_follow_from_the_units_of_all_rounds() -> None:
         "pace, round 0": unit([1.0] * 50, [5.0] * 99),
         "pace, round 1": unit([3.0] * 50, [7.0]),
         "pace, round 2": {"error": "it hung"},
+        "event loop, 3 at once, two stages, round 0": {"tokens": 20, "loop_s": 0.001},
     }
     metrics = benchmark.metrics(units)
+    assert metrics["loop_us"] == {"3 at once, two stages": quartiles_of([50.0])}
     assert metrics["pace"]["alone"] == {"tokens": 100, "median_ms": 3.0, "p99_ms": 3.0, "max_ms": 3.0}
     assert metrics["pace"]["beside"] == {"tokens": 100, "median_ms": 5.0, "p99_ms": 7.0, "max_ms": 7.0}
     assert metrics["prefill_tokens_per_s"].median == 100

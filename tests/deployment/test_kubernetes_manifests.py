@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import re
+import shlex
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
@@ -135,6 +136,20 @@ def test_probes_ask_what_tells_alive_from_able() -> None:
     (server,) = _pods()["server"]["containers"]
     grace = _parser().parse_args(server["args"]).grace
     assert _pods()["server"]["terminationGracePeriodSeconds"] > grace
+
+
+def test_a_stage_is_drained_before_it_is_stopped() -> None:
+    pod = _pods()["stage"]
+    (stage,) = pod["containers"]
+    shell, flag, line = stage["lifecycle"]["preStop"]["exec"]["command"]
+    assert (shell, flag) == ("sh", "-c")
+    words = shlex.split(line.replace("$POD_NAME", "dgr-0-1").replace("$NAMESPACE", "default"))
+    assert words[:2] == ["exec", "dgr"]
+    args = _parser().parse_args(words[2:])
+    addresses = [ref.address for ref in read_route_file(MANIFESTS / "route.toml").stages]
+    assert args.address == addresses[0]
+    assert args.tls_cert == f"/etc/dgr/keys/{parse_address(args.address)[0]}.pem"
+    assert pod["terminationGracePeriodSeconds"] > args.timeout
 
 
 def test_pods_may_do_little_and_mount_what_there_is() -> None:

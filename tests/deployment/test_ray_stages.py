@@ -24,7 +24,7 @@ import dgr
 from dgr.cli.keys import make_keys
 from dgr.client.pipeline import Pipeline
 from dgr.cluster.follow import follow_route
-from dgr.cluster.route_file import read_route_file
+from dgr.cluster.route_file import format_route_file, read_route_file
 from dgr.core.values import ContextParams
 from dgr.testing.network.processes import Program, free_ports, is_gone, open_program
 from dgr.testing.waits import until
@@ -137,6 +137,25 @@ async def test_actors_and_stages_are_killed_and_the_text_goes_on(
         assert len(pids) == 5
     assert program.process.returncode == 0, program.errors
     await until(lambda: all(map(is_gone, pids)), PATIENCE, "the end of every stage")
+
+
+def test_spares_are_placed_and_written_too(route: Path, tmp_path: Path) -> None:
+    from dgr.cli.ray_up import _placed_route
+
+    route.write_text(route.read_text() + '[[stage]]\naddress = "spare:0"\nlayers = "2:5"\nmetrics = "spare:9"\n')
+    file = read_route_file(route)
+    known = {
+        ref: {"address": f"10.0.0.{at}:1", "metrics": f"10.0.0.{at}:9" if ref.address == "spare:0" else None}
+        for at, ref in enumerate(file.stages)
+    }
+    placed = _placed_route(file, known, tmp_path / "live.toml")
+    (tmp_path / "live.toml").write_text(format_route_file(placed))
+    again = read_route_file(tmp_path / "live.toml")
+    assert [(ref.address, str(ref.layers)) for ref in again.stages] == [
+        ("10.0.0.0:1", "0:2"), ("10.0.0.1:1", "2:5"), ("10.0.0.2:1", "2:5"), ("10.0.0.3:1", "5:7"),
+    ]  # fmt: skip
+    assert [ref.address for ref in again.spares] == ["10.0.0.2:1"]
+    assert again.stage_metrics == {"10.0.0.2:1": "10.0.0.2:9"}
 
 
 async def _addresses(pipeline: Pipeline) -> list[str]:

@@ -21,7 +21,7 @@ from dgr.cluster import local
 from dgr.cluster.local import open_cluster
 from dgr.core.route import Route, StageRef, parse_split
 from dgr.testing.engines.fake import FakeEngine, FakeModel
-from dgr.wire import frames, memory_transports
+from dgr.wire import Limits, frames, memory_transports
 
 PROMPT = [token % 250 for token in range(40)]
 _MESSAGE, _FRAGMENT = 1, 2
@@ -173,9 +173,10 @@ async def test_what_a_pipeline_sends_has_no_payload_at_all(
 
 
 async def test_long_boundaries_of_one_session_arrive_in_order(
-    autojump_clock: trio.abc.Clock, recordings: list[Recording]
+    autojump_clock: trio.abc.Clock, recordings: list[Recording], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The last chunk is short, and fragments of all payloads under way take turns: it must not overtake."""
+    monkeypatch.setattr(Limits, "unbroken", lambda limits: limits)  # cut up as between processes
     model = FakeModel(n_layers=2, n_vocab=64, width=3000)
     context = replace(CONTEXT, n_ctx=128, n_batch=48, n_ubatch=48, n_seq_max=2)
     route = Route(tuple(StageRef(str(layers), layers) for layers in parse_split("0:1,1:2", 2)))

@@ -50,7 +50,7 @@ STEPS = {
     "fence": (EpochSupervisor, "_fence", broken_later),
     "fence, twice over": (EpochSupervisor, "_fence", broken_twice),
     "begin of an open": (EpochSupervisor, "_begin_open", broken),
-    "open": (EpochSupervisor, "_open", broken_later),
+    "begin of a session": (EpochSupervisor, "_begin_session", broken),
     "begin of a close": (EpochSupervisor, "_begin_close", broken),
     "close": (EpochSupervisor, "_close", broken_later),
     "probe": (EpochSupervisor, "_probe", broken_later),

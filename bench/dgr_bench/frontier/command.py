@@ -37,11 +37,11 @@ from dgr_bench.benchmark import Group, Store, Units, benchmark_command, sweep
 from dgr_bench.frontier import report
 from dgr_bench.frontier.measurements import BLOCKS, FrontierJob, open_subjects, open_upstream, run_length, run_upstream
 from dgr_bench.frontier.metrics import GOAL, SUBJECTS, FrontierPlan, checks, metrics
-from dgr_bench.llama_bench import add_llama_bench_argument, find_llama_bench
 from dgr_bench.plots import Plot
 from dgr_bench.reports import Section
 from dgr_bench.results import Kind, Result
 from dgr_bench.subjects import asked_split
+from dgr_bench.upstream.programs import add_program_argument, find_program
 from dgr_bench.verdicts import Check
 
 _LENGTHS, _QUICK_LENGTHS = (512, 1024, 2048, 4096, 8192), (64, 256, 512)
@@ -122,7 +122,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--upstream", action="store_true", help="also decode in upstream's llama-bench, both sides in native numerics"
     )
-    add_llama_bench_argument(parser)
+    add_program_argument(parser, "llama-bench")
 
 
 def _lengths(text: str) -> tuple[int, ...]:
@@ -178,7 +178,9 @@ def _frontier(args: argparse.Namespace) -> Frontier:
     artifact = Artifact.open(args.model or cached_fixture("mixed"))
     plan = _plan(args, artifact.hp.n_layers)
     _check_memory(FrontierJob(plan, artifact))
-    return Frontier(FrontierJob(plan, artifact, find_llama_bench(args.llama_bench) if plan.upstream else None))
+    return Frontier(
+        FrontierJob(plan, artifact, find_program("llama-bench", args.llama_bench) if plan.upstream else None)
+    )
 
 
 COMMAND = benchmark_command(

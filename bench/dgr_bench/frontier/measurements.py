@@ -22,8 +22,8 @@ from dgr.engine.native import build_info
 from dgr.selftest.chain import some_tokens
 from dgr.testing.engines.mutants import Mutant
 from dgr_bench.frontier.metrics import BASELINE, At, BesideUpstream, FrontierPlan, SubjectRun
-from dgr_bench.llama_bench import LlamaBench
 from dgr_bench.subjects import Bare, Conversation, Wrap, open_bare, open_stages
+from dgr_bench.upstream.llama_bench import LlamaBench
 
 #: llama-bench says how long some tokens took together; in so many blocks the median of a token is told from the mean.
 BLOCKS = 8

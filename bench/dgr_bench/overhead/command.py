@@ -32,7 +32,6 @@ from dgr.errors import InputError
 from dgr.selftest.chain import cut_at
 from dgr.selftest.fixture.cached import cached_fixture
 from dgr_bench.benchmark import Group, Store, Units, benchmark_command
-from dgr_bench.llama_bench import add_llama_bench_argument, find_llama_bench
 from dgr_bench.overhead import hops
 from dgr_bench.overhead.comparisons import OverheadPlan, comparisons
 from dgr_bench.overhead.hops import Hops
@@ -40,6 +39,7 @@ from dgr_bench.overhead.ratios import Comparison, Ratios
 from dgr_bench.plots import Plot
 from dgr_bench.reports import Section
 from dgr_bench.results import Kind, Result
+from dgr_bench.upstream.programs import add_program_argument, find_program
 from dgr_bench.verdicts import Check
 
 #: Speed of ours over speed of theirs. A token of the small model is all overhead: ``--quick`` shows that everything runs.
@@ -102,7 +102,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--threads", type=int, nargs="+", default=[1], metavar="N", help="of a stage and of llama-bench (default: 1)"
     )
-    add_llama_bench_argument(parser)
+    add_program_argument(parser, "llama-bench")
 
 
 def _check_arguments(args: argparse.Namespace) -> None:
@@ -128,7 +128,7 @@ def _overhead(args: argparse.Namespace) -> Overhead:
         goal=_QUICK_GOAL if args.quick else _GOAL,
         hops=hops.plan(args.quick, ("memory", "tls"), ("decode",)),
     )
-    compared = comparisons(model, plan, find_llama_bench(args.llama_bench))
+    compared = comparisons(model, plan, find_program("llama-bench", args.llama_bench))
     return Overhead(plan, compared, {"model": model.name, "artifact": artifact.identity})
 
 

@@ -17,9 +17,9 @@ from dgr import ContextParams, Numerics, Pipeline, open_pipeline, open_route
 from dgr.engine.native import build_info
 from dgr.selftest.chain import some_tokens
 from dgr.testing.network.processes import open_up, write_route
-from dgr_bench.llama_bench import LlamaBench
 from dgr_bench.overhead.hops import HopsPlan
 from dgr_bench.overhead.ratios import Comparison, Sides, Timed
+from dgr_bench.upstream.llama_bench import LlamaBench
 from dgr_bench.verdicts import Goal
 
 

@@ -8,11 +8,14 @@ S sessions draw greedily, all at once; what is timed is all of their tokens toge
 * Exact numerics against native ones, S sessions on one stage.
 * Two stage processes with a delay in every cable, S sessions against one.
 
-Then the pace of streams on two stages: the time between two tokens of a stream, alone with the others and while a long
-prompt is prefilled beside them.
+Before them, the CPU time of the event loop's thread for a token, on one stage and on two: all that the runtime does itself, and
+none of what engines compute in their own threads. After them, the pace of streams on two stages: the time between two tokens
+of a stream, alone with the others and while a long prompt is prefilled beside them.
 
 Units, beside the comparisons' own (``dgr-bench overhead --help``):
 
+``event loop, S at once, WHERE, round N``
+    ``tokens``, and the seconds of CPU time ``loop_s`` that the thread of the event loop took for them.
 ``pace, round N``
     ``alone_ms``, ``beside_ms``: between two tokens of a stream, of all streams; ``prefill_s`` and ``prefill_tokens``.
 """
@@ -46,7 +49,7 @@ from dgr.testing.network.proxy import open_proxies
 from dgr_bench.benchmark import Group, Store, Unit, Units, benchmark_command, no_error
 from dgr_bench.overhead.ratios import Comparison, Ratios, Sides, Timed
 from dgr_bench.plots import Plot
-from dgr_bench.quartiles import quartiles_of
+from dgr_bench.quartiles import Quartiles, quartiles_of
 from dgr_bench.reports import Section, table
 from dgr_bench.results import Kind, Result
 from dgr_bench.verdicts import Check, Goal, judge
@@ -91,13 +94,13 @@ class Barrier:
     def __init__(self, count: int) -> None:
         self._missing = count
         self._open = trio.Event()
-        #: When the last one came.
-        self.passed = 0.0
+        #: When the last one came; and the CPU time of this thread until then.
+        self.passed = self.cpu = 0.0
 
     async def wait(self) -> None:
         self._missing -= 1
         if not self._missing:
-            self.passed = trio.current_time()
+            self.passed, self.cpu = trio.current_time(), time.thread_time()
             self._open.set()
         await self._open.wait()
 
@@ -107,6 +110,17 @@ class Barrier:
 
 async def drawn_seconds(pipeline: Pipeline, sessions: int, tokens: int) -> float:
     """Seconds in which ``sessions`` draw ``tokens`` together, after the first of each."""
+    began, ended = await _draw(pipeline, sessions, tokens)
+    return ended.passed - began.passed
+
+
+async def loop_seconds(sessions: int, tokens: int, pipeline: Pipeline) -> dict[str, Any]:
+    """CPU time of the thread of the event loop meanwhile."""
+    began, ended = await _draw(pipeline, sessions, tokens)
+    return {"tokens": tokens, "loop_s": ended.cpu - began.cpu}
+
+
+async def _draw(pipeline: Pipeline, sessions: int, tokens: int) -> tuple[Barrier, Barrier]:
     counts = [tokens // sessions + (index < tokens % sessions) for index in range(sessions)]
     ready, done = Barrier(sessions), Barrier(sessions)
 
@@ -123,7 +137,7 @@ async def drawn_seconds(pipeline: Pipeline, sessions: int, tokens: int) -> float
     async with trio.open_nursery() as nursery:
         for index in range(sessions):
             nursery.start_soon(draw, index)
-    return done.passed - ready.passed
+    return ready, done
 
 
 async def bare_seconds(engine: LlamaEngine, sessions: int, tokens: int) -> float:
@@ -289,9 +303,32 @@ class Sessions:
         return self.about
 
     def units(self, _: Store) -> Iterator[Group]:
+        for where, cut in self._layouts:
+            counts = [
+                Unit(self._loop_unit(where, sessions, number), partial(loop_seconds, sessions, self.plan.tokens))
+                for sessions in self.plan.sessions
+                for number in range(self.plan.rounds)
+            ]
+            yield Group(counts, partial(open_pipeline, self.model, cut, context=self.plan.context))
         yield from (each.group() for each in self.ratios.compared)
         rounds = [Unit(f"pace, round {number}", partial(pace, self.plan)) for number in range(self.plan.rounds)]
         yield Group(rounds, self._open_paced)
+
+    @property
+    def _layouts(self) -> Sequence[tuple[str, str | None]]:
+        return (("one stage", None), ("two stages", ",".join(self.plan.split)))
+
+    def _loop_unit(self, where: str, sessions: int, number: int) -> str:
+        return f"event loop, {sessions} at once, {where}, round {number}"
+
+    def _loop_times(self, units: Units) -> dict[str, Quartiles]:
+        """Microseconds of the event loop's thread for a token, by what was run."""
+        found = {}
+        for sessions, (where, _) in itertools.product(self.plan.sessions, self._layouts):
+            rounds = [units.get(self._loop_unit(where, sessions, number), {}) for number in range(self.plan.rounds)]
+            if took := [1e6 * unit["loop_s"] / unit["tokens"] for unit in rounds if "loop_s" in unit]:
+                found[f"{sessions} at once, {where}"] = quartiles_of(took)
+        return found
 
     def _open_paced(self) -> AbstractAsyncContextManager[Pipeline]:
         n_ctx = self.plan.prompt + _PROMPT
@@ -308,7 +345,12 @@ class Sessions:
                 paces[when] = {"tokens": len(gaps), "median_ms": middle, "p99_ms": high, "max_ms": most}
         rates = [unit["prefill_tokens"] / unit["prefill_s"] for unit in measured]
         prefill = {"prefill_tokens_per_s": quartiles_of(rates)} if rates else {}
-        return {"speed": self.ratios.metrics(units), "pace": paces, **prefill}
+        return {
+            "loop_us": self._loop_times(units),
+            "speed": self.ratios.metrics(units),
+            "pace": paces,
+            **prefill,
+        }
 
     def checks(self, units: Units) -> list[Check]:
         """Every goal; and that streams go on while a prompt is prefilled."""
@@ -330,7 +372,13 @@ class Sessions:
             for when, row in result.metrics["pace"].items()
         ]
         said = f"Milliseconds between two tokens of {self.plan.streams} streams, with a prompt of {self.plan.prompt} beside."
-        return [self.ratios.section(result.metrics["speed"]), Section("Pace", (said, table(heads, rows)))]
+        loop = msgspec.convert(result.metrics["loop_us"], dict[str, Quartiles])
+        took = table(("sessions", "CPU time of the event loop, µs a token"), list(loop.items()))
+        return [
+            Section("Event loop", ("Medians, with quartiles in brackets.", took)),
+            self.ratios.section(result.metrics["speed"]),
+            Section("Pace", (said, table(heads, rows))),
+        ]
 
     def plots(self, result: Result) -> list[Plot]:
         return [self.ratios.plot(result.metrics["speed"], "sessions", "Speed of many sessions")]

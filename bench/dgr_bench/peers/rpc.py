@@ -17,7 +17,7 @@ from attrs import frozen
 from dgr.errors import DeadlineExceeded, EngineError, InputError
 from dgr.testing.network.processes import free_ports
 from dgr.testing.waits import until
-from dgr_bench.llama_bench import LlamaBench
+from dgr_bench.upstream.llama_bench import LlamaBench
 
 #: Seconds for a server to listen, and for a client to end once a server is gone.
 _START = 60.0

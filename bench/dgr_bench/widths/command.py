@@ -57,10 +57,11 @@ from dgr.selftest.fixture.presets import tensor_type
 from dgr.v4.hyper_parameters import V4_FLASH
 from dgr.v4.tensors import block_tensors, head_tensors, tail_tensors
 from dgr_bench.benchmark import Group, Store, Unit, Units, benchmark_command, execute
-from dgr_bench.llama_bench import LlamaBench, add_llama_bench_argument, find_llama_bench
 from dgr_bench.plots import Plot
 from dgr_bench.reports import Section
 from dgr_bench.results import Kind, Result
+from dgr_bench.upstream.llama_bench import LlamaBench
+from dgr_bench.upstream.programs import add_program_argument, find_program
 from dgr_bench.verdicts import Check
 from dgr_bench.widths import report
 from dgr_bench.widths.measurements import (
@@ -214,7 +215,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--keep", action="store_true", help="leave the model there")
     parser.add_argument("--upstream", action="store_true", help="also run upstream's llama-bench, on a whole model")
-    add_llama_bench_argument(parser)
+    add_program_argument(parser, "llama-bench")
 
 
 def _contexts(text: str, n_ctx: int) -> tuple[int, ...]:
@@ -291,7 +292,9 @@ def _widths(args: argparse.Namespace) -> Widths:
     folder = args.folder or args.out
     folder.mkdir(parents=True, exist_ok=True)
     name = f"{plan.preset}-{plan.layers.replace(':', '-')}-{plan.weights}-{plan.seed}.gguf"
-    return Widths(WidthsJob(plan, folder / name, find_llama_bench(args.llama_bench) if plan.upstream else None))
+    return Widths(
+        WidthsJob(plan, folder / name, find_program("llama-bench", args.llama_bench) if plan.upstream else None)
+    )
 
 
 def _run(args: argparse.Namespace) -> int:

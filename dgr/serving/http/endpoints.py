@@ -27,6 +27,7 @@ from dgr.serving.http.keys import Receive, Scope, Send, send_error
 from dgr.serving.http.replies import Reply
 from dgr.serving.http.service import Service
 from dgr.serving.http.streams import ClientLeft, Emit, read_body, send_events, send_whole, while_connected
+from dgr.serving.shared import SharedPrompt
 from dgr.wire.nurseries import open_nursery
 
 _log = logging.getLogger("dgr.serve")
@@ -187,9 +188,10 @@ class GeneratingEndpoint(Endpoint):
                 raise ApiError(400, message, param="min_tokens", code="invalid_value")
             if len(prompt) + most > n_ctx:
                 raise overlong(len(prompt), most if plan.fields.most_tokens is not None else None, n_ctx)
+            shared = SharedPrompt() if fields.choices > 1 else None
             for choice in range(fields.choices):
                 sampling: SamplingParams = fields.sampling(seed, choice)
-                jobs.append(Job(prompt, most, sampling, stop, least, seeded=fields.seed is not None))
+                jobs.append(Job(prompt, most, sampling, stop, least, seeded=fields.seed is not None, shared=shared))
         return jobs
 
     # --- running ---

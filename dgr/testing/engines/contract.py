@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 from dgr.core.route import LayerRange
 from dgr.core.values import LogitsWanted, SamplingParams, StateSummary
-from dgr.engine.base import ShardEngine, Work
+from dgr.engine.base import ShardEngine, Work, WorksInPieces
 from dgr.errors import EngineError
 from dgr.selftest.chain import Chain
 from dgr.testing.engines.case import as_bytes, check, check_equal, refused
@@ -195,6 +195,8 @@ class EngineContract(RefusalChecks, ForkChecks):
                         check_equal(engine.position(0), position, "position()")
                         check_equal(summary.position, position, "state_summary().position")
                         self._check_report(engine, summary)
+                        if isinstance(engine, WorksInPieces):
+                            check_equal(list(engine.state_pieces(0))[-1], summary, "the last of state_pieces()")
 
     def _check_report(self, engine: ShardEngine, summary: StateSummary) -> None:
         about = engine.describe()
@@ -218,6 +220,14 @@ class EngineContract(RefusalChecks, ForkChecks):
                 engine.close(0)  # again: harmless
                 check_equal(engine.position(0), 0, "position of a closed slot")
             check_equal(chain.summaries(0), never_used, "state summary of a closed slot")
+            for engine in chain.engines:
+                if isinstance(engine, WorksInPieces):
+                    chain.prefill(tokens, chunk=16)
+                    pieces = list(engine.close_pieces(0))
+                    check_equal(pieces, [None] * len(pieces), "what close_pieces() yields")
+                    check_equal(engine.position(0), 0, "position of a slot that was closed in pieces")
+                    chain.close()
+                    check_equal(chain.summaries(0), never_used, "state summary of a slot that was closed in pieces")
             check_equal(chain.prefill(tokens, chunk=16), first, "logits from a slot that was used before")
             check_equal(chain.summaries(0), used, "state summary of a slot that was used before")
 

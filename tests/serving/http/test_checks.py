@@ -578,6 +578,8 @@ async def test_33_several_choices_are_drawn_apart_and_their_prompt_is_counted_on
         assert all(choice["message"]["content"] == "abc" for choice in reply["choices"])
         assert reply["usage"]["completion_tokens"] == 9
         assert reply["usage"]["prompt_tokens"] == len("abc") + 4
+        assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+        assert server.engine.sessions.copied == 1  # the third has no slot yet
         assert {(params.seed, params.choice) for params in server.model.drawn} == {(4, 0), (4, 1), (4, 2)}
         chunks = await server.data({**body, "stream_options": {"include_usage": True}})
         for index in range(3):

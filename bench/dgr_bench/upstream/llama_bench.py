@@ -1,16 +1,10 @@
-"""Upstream's own llama-bench: where its binary comes from, one run of it, and what it said.
+"""Upstream's own llama-bench: one run of it, and what it said.
 
-It is built from the unpatched source of the pin by ``cffi_build/llama_cpp.py --llama-bench``, on demand and only in a
-checkout of dgr; elsewhere a binary of the same pin is named. Starting it and loading the model are not part of what it times.
+Starting it and loading the model are not part of what it times.
 """
 
 from __future__ import annotations
 
-import argparse
-import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +14,10 @@ from attrs import frozen
 
 from dgr.core.values import ContextParams
 from dgr.errors import EngineError, InputError
+from dgr_bench.upstream.programs import SCRIPT, refuse_other_pin
 
-_SCRIPT = Path("cffi_build", "llama_cpp.py")
+__all__ = ["LlamaBench", "Sample", "parse_samples"]
+
 #: Characters of the end of a program's output that an error repeats.
 _LAST_WORDS = 400
 
@@ -52,7 +48,7 @@ def parse_samples(output: bytes) -> Sample:
     except (msgspec.DecodeError, ValueError) as error:
         raise EngineError(
             f"llama-bench did not print the JSON list of one test that dgr-bench knows: {error}; use the binary that"
-            f" {_SCRIPT} --llama-bench builds"
+            f" {SCRIPT} --llama-bench builds"
         ) from error
     if not sample.samples_ns or min(sample.samples_ns) <= 0:
         raise EngineError(f"llama-bench measured {sample.samples_ns} ns; at least one positive number was expected")
@@ -120,11 +116,7 @@ class LlamaBench:
 
     def _compare(self, sample: Sample, *, prefill: int = 0, decode: int = 0, depth: int = 0, **_: int) -> None:
         """Hold what it says of itself against what it was asked for."""
-        if not sample.build_commit or not self.commit.startswith(sample.build_commit):
-            raise InputError(
-                f"{self.binary} was built from llama.cpp {sample.build_commit or 'of no commit'}, dgr from"
-                f" {self.commit[:9]}; build one of the same pin with {_SCRIPT} --llama-bench"
-            )
+        refuse_other_pin(self.binary, "llama-bench", sample.build_commit, self.commit)
         context = self.context
         wanted = {
             "n_prompt": prefill,
@@ -137,46 +129,3 @@ class LlamaBench:
         for name, value in wanted.items():
             if (found := getattr(sample, name)) != value:
                 raise EngineError(f"llama-bench ran with {name} {found}, not {value} as dgr; nothing can be compared")
-
-
-def add_llama_bench_argument(parser: argparse.ArgumentParser) -> None:
-    """``--llama-bench``."""
-    parser.add_argument(
-        "--llama-bench",
-        type=Path,
-        metavar="PATH",
-        help="upstream's binary, of the same pin (default: built from the pin, which takes minutes once)",
-    )
-
-
-def find_llama_bench(given: Path | None) -> Path:
-    """The binary that was named, or the one built from the pin, which takes minutes the first time.
-
-    Raises :class:`~dgr.errors.InputError` saying what to do when there is neither.
-    """
-    if given is not None:
-        found = shutil.which(given)
-        if found is None:
-            raise InputError(f"--llama-bench {given} is not a program that can be run; give the path of the binary")
-        return Path(found)
-    checkout = Path(__file__).resolve().parents[2]
-    if not (checkout / _SCRIPT).is_file():
-        raise InputError(
-            f"llama-bench is built from a checkout of dgr, and {_SCRIPT} is not beside the installed package; run"
-            f" `python {_SCRIPT} --llama-bench` in a checkout and name what it prints with --llama-bench"
-        )
-    # cmake and ninja may be wheels of this environment, which need not be active.
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-    built = subprocess.run(
-        [sys.executable, checkout / _SCRIPT, "--llama-bench"],
-        stdout=subprocess.PIPE,
-        text=True,
-        check=False,
-        env={**os.environ, "PATH": path},
-    )
-    if built.returncode != 0:
-        raise InputError(
-            f"llama-bench could not be built, exit status {built.returncode}; the reason stands above. Mend it, or name a"
-            " binary with --llama-bench"
-        )
-    return Path(built.stdout.strip())
