@@ -103,6 +103,7 @@ def test_the_check_tells_everything_up_to_loading(model: Path, capsys: pytest.Ca
     assert facts["given"] == {"hosts": "one"}
 
 
+@pytest.mark.slow
 async def test_a_run_over_a_route_is_one_json_with_everything(
     model: Path, profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

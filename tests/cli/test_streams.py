@@ -515,7 +515,7 @@ class Patient(progress.Activity):
         ("stage", ("--memory", "1GiB"), "counting the buffers: "),
         ("stage", (), "loading the weights: "),
         ("doctor", (), "examining the stages: "),
-        ("fixture", (), "writing the model: "),
+        ("fixture", (), "writing the model"),
     ],
 )
 def test_a_terminal_shows_what_a_command_is_busy_with(

@@ -338,7 +338,7 @@ async def test_stages_with_certificates_of_dgr_keys_serve_a_route(
 
 @pytest.mark.parametrize(
     "how",
-    [signal.SIGTERM, signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.slow)],
+    [signal.SIGKILL, *(pytest.param(how, marks=pytest.mark.slow) for how in (signal.SIGTERM, signal.SIGINT))],
     ids=lambda how: how.name,
 )
 async def test_up_leaves_no_stage_behind(how: signal.Signals, small: Path, prompt: Prompt, tmp_path: Path) -> None:

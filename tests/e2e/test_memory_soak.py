@@ -122,11 +122,13 @@ async def test_300_sessions_leave_nothing_behind(model: Model, prompt: Prompt, o
     assert min(grown.fates.values()) > 20
 
 
+@pytest.mark.slow
 async def test_60_sessions_leave_nothing_behind(model: Model, prompt: Prompt, open_stages: Open) -> None:
     grown = await growth(open_stages, model("f32", layers=5), prompt, 60)
     assert grown.steady < PER_HUNDRED, grown
 
 
+@pytest.mark.slow
 async def test_a_leak_is_caught(model: Model, prompt: Prompt, open_stages: Open) -> None:
     leaked: list[bytes] = []
     grown = await growth(

@@ -225,10 +225,10 @@ def test_refused_by_the_head(
 @pytest.mark.parametrize(
     ("residual", "message"),
     [
-        (None, "residual of 0 bytes; stage 3:7 takes 3 x 256 float32 = 3072 bytes"),
-        (bytes(2048), "residual of 2048 bytes; stage 3:7 takes 3 x 256 float32 = 3072 bytes"),
-        (bytes(4096), "residual of 4096 bytes; stage 3:7 takes 3 x 256 float32 = 3072 bytes"),
-        (bytes(3071), "residual of 3071 bytes; stage 3:7 takes 3 x 256 float32 = 3072 bytes"),
+        (None, "residual of 0 bytes; stage 3:7 takes 3 x 256 f32 = 3072 bytes"),
+        (bytes(2048), "residual of 2048 bytes; stage 3:7 takes 3 x 256 f32 = 3072 bytes"),
+        (bytes(4096), "residual of 4096 bytes; stage 3:7 takes 3 x 256 f32 = 3072 bytes"),
+        (bytes(3071), "residual of 3071 bytes; stage 3:7 takes 3 x 256 f32 = 3072 bytes"),
     ],
 )
 def test_a_residual_of_another_size(tail: InspectedEngine, residual: bytes | None, message: str) -> None:

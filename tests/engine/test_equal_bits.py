@@ -123,6 +123,7 @@ def check_splits(
     assert {rows.tokens for rows in found} == {reference.tokens}
 
 
+@pytest.mark.slow
 def test_a_split_in_six(tiny: Path, prompt: Prompt, parallel: Parallel) -> None:
     whole, split = parallel([partial(run_split, tiny, prompt(PROMPT), cuts) for cuts in ((), (1, 3, 4, 21, 42))])
     assert_same(split, whole)

@@ -31,6 +31,7 @@ def plan(*argv: object) -> int:
     return main(["plan", *map(str, argv)])
 
 
+@pytest.mark.slow
 def test_v4_flash_on_four_hosts(real: Path, tmp_path: Path, capsys: Capture) -> None:
     out = tmp_path / "routes" / "route.toml"
     out.parent.mkdir()

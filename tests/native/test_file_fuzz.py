@@ -13,13 +13,13 @@ from dgr.testing.file_fuzz import DOORS, fuzz
 
 
 def test_damaged_files_are_refused_or_load() -> None:
-    report = fuzz(seed=1, n_cases=6 * len(KINDS))
+    report = fuzz(seed=1, n_cases=4 * len(KINDS))
     assert report.findings == ()
-    assert report.loaded > 30  # weights that differ, and bits that mean nothing
+    assert report.loaded > 20  # weights that differ, and bits that mean nothing
     assert report.refused > len(DIRECTED) * len(DOORS) // 2
 
 
-@pytest.mark.parametrize("case", ["equal tokens", "gpt2 without begin", "a scale of integers"])
+@pytest.mark.parametrize("case", ["equal tokens", "a scale of integers"])
 def test_a_file_that_ends_the_process_is_a_finding(case: str) -> None:
     """Without dgr's checks it does; so the cases above are not an empty threat."""
     report = fuzz(seed=1, n_cases=10, only=case, unchecked=True)

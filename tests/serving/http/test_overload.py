@@ -253,7 +253,7 @@ def keeps_the_place(line: Line, place: Place) -> None:
 leave = Line.leave
 
 
-@pytest.mark.parametrize("way", [library, http])
+@pytest.mark.parametrize("way", [library, pytest.param(http, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("method", "mutant"),
     [("_refuse_beyond_bounds", takes_anybody), ("leave", keeps_the_place)],
