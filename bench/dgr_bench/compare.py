@@ -64,6 +64,9 @@ def compare(first: Result, second: Result) -> dict[str, Any]:
     exact = all(result.plan.get("numerics", "exact") == "exact" for result in (first, second))
     must = same["plan"] and same["artifact"] and same["kernels"] and exact
     verdict = "not alike" if must and differing else "alike" if must and parts else "not comparable"
+    why = [f"another {name}" for name in ("plan", "artifact", "kernels") if not same[name]]
+    why += [] if exact else ["native numerics, which promise equal bits for equal batches alone"]
+    why += [] if parts else ["no part is in both"]
     return {
         "kind": first.kind,
         "same": same,
@@ -74,6 +77,8 @@ def compare(first: Result, second: Result) -> dict[str, Any]:
         "parts_differing": differing,
         "ratios": _ratios(first.metrics, second.metrics),
         "verdict": verdict,
+        #: Why nothing says that digests must be equal; empty where something does.
+        "not_comparable_because": why if verdict == "not comparable" else [],
     }
 
 
@@ -127,7 +132,7 @@ def _key(row: Mapping[str, Any]) -> str:
 _VERDICTS = {
     "alike": "ALIKE",
     "not alike": "NOT ALIKE: the same artifact on equal kernels must give the same state",
-    "not comparable": "NOT COMPARABLE bit for bit: another plan, artifact, split or kernels, or native numerics",
+    "not comparable": "NOT COMPARABLE bit for bit",
 }
 
 
@@ -144,7 +149,8 @@ def _lines(found: Mapping[str, Any]) -> list[str]:
         lines.append(f"canary: {found['parts'] - len(found['parts_differing'])} of {found['parts']} parts equal")
         for one in found["parts_differing"]:
             lines.append(f"  differs: {one['length']} tokens, stage {one['layers']}, {one['component']}")
-        lines.append(_VERDICTS[found["verdict"]])
+        why = found["not_comparable_because"]
+        lines.append(_VERDICTS[found["verdict"]] + (f": {'; '.join(why)}" if why else ""))
     return lines
 
 
