@@ -40,6 +40,10 @@ def _compare(args: argparse.Namespace) -> int:
     return 0 if found["verdict"] == "alike" or found["kind"] != "certify" else 1
 
 
+#: What must be the same for digests to be, and how it is said that it is not.
+_REASONS = {"plan": "another plan", "artifact": "another artifact", "kernels": "other kernels"}
+
+
 def compare(first: Result, second: Result) -> dict[str, Any]:
     """What is the same and what is not.
 
@@ -64,7 +68,7 @@ def compare(first: Result, second: Result) -> dict[str, Any]:
     exact = all(result.plan.get("numerics", "exact") == "exact" for result in (first, second))
     must = same["plan"] and same["artifact"] and same["kernels"] and exact
     verdict = "not alike" if must and differing else "alike" if must and parts else "not comparable"
-    why = [f"another {name}" for name in ("plan", "artifact", "kernels") if not same[name]]
+    why = [words for name, words in _REASONS.items() if not same[name]]
     why += [] if exact else ["native numerics, which promise equal bits for equal batches alone"]
     why += [] if parts else ["no part is in both"]
     return {

@@ -98,12 +98,12 @@ def _check_type_k(context: ContextParams) -> None:
 
 def _check_devices(native: Native, context: ContextParams, placement: Placement) -> None:
     """Refuse layers for devices where there is none. Exact numerics refuse them, devices or not."""
-    if not placement.gpu_layers or context.numerics.exact_kernels:
+    if not placement.gpu_layers or placement.devices is not None or context.numerics.exact_kernels:
         return
-    named = placement.devices
-    if set(named) == {"CPU"} if named is not None else not find_devices(native):
-        where = "the devices named are the CPU alone" if named is not None else "there is no device here but the CPU"
-        raise InputError(f"gpu_layers is {placement.gpu_layers}, and {where}; leave it out, or name a device")
+    if not find_devices(native):
+        raise InputError(
+            f"gpu_layers is {placement.gpu_layers}, and there is no device here but the CPU to hold them; leave it out"
+        )
 
 
 def warn_beyond_training(hp: HyperParameters, n_ctx: int) -> None:

@@ -247,6 +247,7 @@ def test_other_kernels_are_not_held_against_it(folder: Path, tmp_path: Path) -> 
     with changed(folder, tmp_path, other_kernels) as copy:
         found = compare(read_result(folder), read_result(copy))
     assert found["verdict"] == "not comparable"
+    assert found["not_comparable_because"] == ["other kernels"]
     assert not found["must_be_equal"]
     assert len(found["parts_differing"]) == 1
 
@@ -264,6 +265,16 @@ def _other_split(result: Result) -> None:
 
 def _failed(result: Result) -> None:
     result.checks[0] = msgspec.structs.replace(result.checks[0], passed=False)
+
+
+def test_native_numerics_are_said_to_be_why(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def native(result: Result) -> None:
+        result.plan["numerics"] = "native"
+
+    with changed(folder, tmp_path, native) as copy:
+        assert main(["compare", str(copy), str(copy)]) == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == "NOT COMPARABLE bit for bit: native numerics, which promise equal bits for equal batches alone"
 
 
 @pytest.mark.parametrize("change", [_no_states, _other_split])

@@ -139,6 +139,11 @@ class Fields(Struct, kw_only=True):
             top_logprobs=_CANDIDATES if self.wants_logprobs else 0,
         )
 
+    def name_of(self, parameter: str) -> str:
+        """The field that gave a parameter of :class:`~dgr.core.values.SamplingParams`."""
+        by_other_name = parameter == "repeat_penalty" and self.repeat_penalty is None
+        return "repetition_penalty" if by_other_name else parameter
+
     def seed_or_random(self) -> int:
         """The client's seed, or a random one."""
         return secrets.randbits(63) if self.seed is None else self.seed

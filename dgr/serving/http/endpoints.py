@@ -196,8 +196,8 @@ class GeneratingEndpoint(Endpoint):
             for choice in range(fields.choices):
                 sampling = fields.sampling(seed, choice)
                 problem = sampling_problem(sampling, self.service.engine.pipeline.n_vocab)
-                if problem is not None:  # it begins with the field's name
-                    raise ApiError(400, problem, param=problem.split()[0], code="invalid_value")
+                if problem is not None:  # it begins with the parameter's name
+                    raise ApiError(400, problem, param=fields.name_of(problem.split()[0]), code="invalid_value")
                 jobs.append(Job(prompt, most, sampling, stop, least, seeded=fields.seed is not None, shared=shared))
         return jobs
 
