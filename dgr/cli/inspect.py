@@ -200,8 +200,8 @@ def _print_model(name: str, hp: HyperParameters, artifact: Artifact | None) -> N
         ):
             rows.append([label, "", "", "", "", _size(size, _missing(artifact, specs)), ""])
         for block in range(hp.n_layers, hp.n_blocks):
-            size = _size(artifact.block_bytes(block), _missing(artifact, block_tensors(hp, block)))
-            rows.append([f"MTP {block}", "1", "", "", "", size, "not loaded"])
+            weighs = _size(artifact.block_bytes(block), _missing(artifact, block_tensors(hp, block)))
+            rows.append([f"MTP {block}", "1", "", "", "", weighs, "not loaded"])
         lacks = _missing(artifact, range_tensors(hp, hp.whole))
         rows.append(["total", str(hp.n_layers), "", "", "", _size(artifact.weight_bytes(hp.whole), lacks), ""])
     print(render_table(rows, numeric=(1, 4, 5)))
