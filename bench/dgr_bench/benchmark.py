@@ -22,7 +22,6 @@ from dgr.errors import DgrError
 from dgr_bench.plots import Plot
 from dgr_bench.reports import Section, verdict_line, write_report
 from dgr_bench.results import Journal, Kind, Result
-from dgr_bench.upstream.programs import named_programs
 from dgr_bench.verdicts import Check, judge
 
 #: Raw measurements by name, as JSON holds them.
@@ -247,7 +246,9 @@ def benchmark_command(
 def execute(benchmark: Benchmark, args: argparse.Namespace) -> int:
     """Measure, judge, report: 0 when every check passed."""
     subject = benchmark.subject()
-    if programs := named_programs(args):
+    # Set with the flags that name upstream's binaries (dgr_bench.upstream.programs): a run does not go on with others.
+    named: Callable[[argparse.Namespace], dict[str, str]] = getattr(args, "named_programs", lambda _: {})
+    if programs := named(args):
         subject = {**subject, "programs": programs}
     with Journal.open(
         args.out, benchmark.kind, benchmark.plan, subject, args.command_line, fresh=args.fresh

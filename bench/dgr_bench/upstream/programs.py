@@ -40,6 +40,7 @@ def add_program_argument(parser: argparse.ArgumentParser, program: str) -> None:
     """``--llama-bench``, ``--llama-server`` or ``--rpc-server``."""
     words = "upstream's binary, of the same pin (default: built from the pin, which takes minutes once)"
     parser.add_argument(f"--{program}", type=Path, metavar="PATH", help=words)
+    parser.set_defaults(named_programs=named_programs)
 
 
 def find_program(program: str, given: Path | None) -> Path:
@@ -102,7 +103,7 @@ def check_pin(binary: Path, program: str, ours: str) -> None:
 
 
 def named_programs(args: argparse.Namespace) -> dict[str, str]:
-    """Digests of the binaries that flags name: a run does not go on with others."""
+    """Digests of the binaries that the flags of :func:`add_program_argument` name."""
     given = {program: getattr(args, program.replace("-", "_"), None) for program in _PROGRAMS}
     paths = {
         program: Path(found) for program, path in given.items() if path is not None and (found := shutil.which(path))
