@@ -178,6 +178,11 @@ def no_error(units: Units, what: str) -> Check:
     return judge(f"every {what} is measured", "none ended in an error", tally)
 
 
+def _first(group: BaseExceptionGroup[DgrError]) -> DgrError:
+    error = group.exceptions[0]
+    return _first(error) if isinstance(error, BaseExceptionGroup) else error
+
+
 # --- commands --------------------------------------------------------------------------------------------------------
 
 
@@ -240,10 +245,21 @@ def benchmark_command(
 
 def execute(benchmark: Benchmark, args: argparse.Namespace) -> int:
     """Measure, judge, report: 0 when every check passed."""
+    subject = benchmark.subject()
+    # Set with the flags that name upstream's binaries (dgr_bench.upstream.programs): a run does not go on with others.
+    named: Callable[[argparse.Namespace], dict[str, str]] = getattr(args, "named_programs", lambda _: {})
+    if programs := named(args):
+        subject = {**subject, "programs": programs}
     with Journal.open(
-        args.out, benchmark.kind, benchmark.plan, benchmark.subject(), args.command_line, fresh=args.fresh
+        args.out, benchmark.kind, benchmark.plan, subject, args.command_line, fresh=args.fresh
     ) as journal:
-        result = trio.run(run, benchmark, journal)
+        try:
+            result = trio.run(run, benchmark, journal)
+        except BaseExceptionGroup as group:  # what a side was opened with has several tasks
+            mine, others = group.split(DgrError)
+            if mine is None or others is not None:
+                raise
+            raise _first(mine) from None
         write_report(args.out, benchmark.title, result, benchmark.tables(result), benchmark.plots(result))
     if args.json:
         answer = {"passed": result.passed, "out": str(args.out), "checks": result.checks, "figures": result.metrics}

@@ -40,6 +40,10 @@ def _compare(args: argparse.Namespace) -> int:
     return 0 if found["verdict"] == "alike" or found["kind"] != "certify" else 1
 
 
+#: What must be the same for digests to be, and how it is said that it is not.
+_REASONS = {"plan": "another plan", "artifact": "another artifact", "kernels": "other kernels"}
+
+
 def compare(first: Result, second: Result) -> dict[str, Any]:
     """What is the same and what is not.
 
@@ -64,6 +68,9 @@ def compare(first: Result, second: Result) -> dict[str, Any]:
     exact = all(result.plan.get("numerics", "exact") == "exact" for result in (first, second))
     must = same["plan"] and same["artifact"] and same["kernels"] and exact
     verdict = "not alike" if must and differing else "alike" if must and parts else "not comparable"
+    why = [words for name, words in _REASONS.items() if not same[name]]
+    why += [] if exact else ["native numerics, which promise equal bits for equal batches alone"]
+    why += [] if parts else ["no part is in both"]
     return {
         "kind": first.kind,
         "same": same,
@@ -74,6 +81,8 @@ def compare(first: Result, second: Result) -> dict[str, Any]:
         "parts_differing": differing,
         "ratios": _ratios(first.metrics, second.metrics),
         "verdict": verdict,
+        #: Why nothing says that digests must be equal; empty where something does.
+        "not_comparable_because": why if verdict == "not comparable" else [],
     }
 
 
@@ -127,7 +136,7 @@ def _key(row: Mapping[str, Any]) -> str:
 _VERDICTS = {
     "alike": "ALIKE",
     "not alike": "NOT ALIKE: the same artifact on equal kernels must give the same state",
-    "not comparable": "NOT COMPARABLE bit for bit: another plan, artifact, split or kernels, or native numerics",
+    "not comparable": "NOT COMPARABLE bit for bit",
 }
 
 
@@ -144,7 +153,8 @@ def _lines(found: Mapping[str, Any]) -> list[str]:
         lines.append(f"canary: {found['parts'] - len(found['parts_differing'])} of {found['parts']} parts equal")
         for one in found["parts_differing"]:
             lines.append(f"  differs: {one['length']} tokens, stage {one['layers']}, {one['component']}")
-        lines.append(_VERDICTS[found["verdict"]])
+        why = found["not_comparable_because"]
+        lines.append(_VERDICTS[found["verdict"]] + (f": {'; '.join(why)}" if why else ""))
     return lines
 
 

@@ -6,6 +6,7 @@ import math
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
 from typing import Protocol, TypeAlias
 
 import msgspec
@@ -45,6 +46,13 @@ Wrap: TypeAlias = Callable[[int, ShardEngine], ShardEngine]
 
 #: Certificates wait for models of any size; what hangs is the caller's to interrupt.
 PATIENCE = Timeouts(reply=3600, control=3600, route=600)
+
+
+def whole_model(path: str | Path) -> Artifact:
+    """A model of which every layer is here. Raises :class:`~dgr.errors.ArtifactError` naming the file and what it lacks."""
+    artifact = Artifact.open(path)
+    artifact.check(artifact.hp.whole)
+    return artifact
 
 
 class StageState(msgspec.Struct, frozen=True, kw_only=True):

@@ -80,6 +80,8 @@ def run(args: argparse.Namespace) -> int:
             parts=args.parts,
             progress=progress,
         )
+    # Said as it was asked for: through a link it was written where that leads.
+    summary = attrs.evolve(summary, path=args.out) if args.parts == 1 else summary
     if args.json:
         print_json(attrs.asdict(summary))
         return 0

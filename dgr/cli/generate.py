@@ -21,13 +21,18 @@ from dgr.client.events import Event, PrefillProgress, RouteChanged, drain
 from dgr.client.generation import GeneratedToken
 from dgr.client.pipeline import Pipeline, Timeouts
 from dgr.cluster.local import open_pipeline
+from dgr.core.arguments import check_whole
 from dgr.core.units import human_bytes
-from dgr.core.values import SamplingParams
+from dgr.core.values import SamplingParams, Wire
 from dgr.errors import InputError, WireError
+from dgr.protocol.sampling import check_sampling
 from dgr.stage.shard import Shard
 from dgr.wire.nurseries import open_nursery
 
 __all__ = ["logits_digest", "register", "run"]
+
+#: Flags of stages that the pipeline of ``--verify`` takes, which is in this process also with ``--route``.
+_OF_THE_COMPARISON = ("threads", "mmap", "device", "gpu_layers")
 
 
 def register(subparsers: argparse._SubParsersAction[Any]) -> None:
@@ -59,19 +64,28 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument("--repeat-penalty", type=float, default=1.0, metavar="X", help="1: off")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the draws (default: 0)")
     parser.add_argument("--ignore-eos", action="store_true", help="go on past the end-of-text token")
-    parser.add_argument("--verify", action="store_true", help="compare the pipeline's logits with the whole model's")
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="compare the pipeline's logits with the whole model's; where residuals are rounded (--wire), with those of the"
+        " same cuts in other chunks",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
+    # Looked at before anything is loaded; no number depends on a vocabulary.
+    check_sampling(_sampling(args), n_vocab=1)
+    check_whole("max_tokens", args.max_tokens, 0)
     return trio.run(_generate, args, read_prompt(args.prompt))
 
 
 def _open(args: argparse.Namespace, shards: list[Shard]) -> AbstractAsyncContextManager[Pipeline]:
     if args.route is None and args.wait is not None:
         raise InputError("--wait is for stages elsewhere: give --route with it")
-    return open_either(args, shards.append, timeouts=_timeouts(args.wait))
+    own = _OF_THE_COMPARISON if args.verify else ()
+    return open_either(args, shards.append, timeouts=_timeouts(args.wait), own=own)
 
 
 def _timeouts(wait: float | None) -> Timeouts:
@@ -121,7 +135,7 @@ async def _generate(args: argparse.Namespace, prompt: str) -> int:
         reported = [_event(event) for event in drain(events) if not isinstance(event, PrefillProgress)]
         verdict = None
         if args.verify:
-            with progress_bar("running the whole model to compare"):
+            with progress_bar("running the model again to compare"):
                 verdict = await _verify(args, pipeline, answer["prompt_tokens"] + answer["tokens"])
     result = {**answer, "stages": stages, "events": reported, "verified": verdict}
     if args.json:
@@ -226,9 +240,11 @@ def _print_end(result: dict[str, Any]) -> None:
     print(f"; ended by {result['finish_reason']}")
     verdict = result["verified"]
     if verdict is not None and verdict["equal"]:
-        print(f"logits of all {verdict['rows']} positions equal the whole model's, bit for bit ({verdict['digest']})")
+        print(f"logits of all {verdict['rows']} positions equal {verdict['with']}, bit for bit ({verdict['digest']})")
     elif verdict is not None:
-        print(f"logits DIFFER from the whole model's: {verdict['digest']} is not {verdict['whole_digest']}")
+        print(f"logits DIFFER from {verdict['with']}: {verdict['digest']} is not {verdict['other_digest']}")
+        if not verdict["promised"]:
+            print("native numerics do not promise that they are equal")
 
 
 def _event(event: Event) -> dict[str, Any]:
@@ -254,11 +270,24 @@ async def logits_digest(pipeline: Pipeline, tokens: list[int]) -> tuple[str, int
 
 
 async def _verify(args: argparse.Namespace, pipeline: Pipeline, transcript: list[int]) -> dict[str, Any]:
+    """Compare with the whole model; where the wire rounds, with what is promised then: the same cuts in other chunks."""
     ours, rows = await logits_digest(pipeline, transcript)
     context = msgspec.structs.replace(pipeline.context, n_seq_max=1)
+    cuts, chunk, other = None, None, "the whole model's"
+    if context.wire is not Wire.F32:
+        cuts = ",".join(str(stage.layers) for stage in pipeline.route.stages)
+        chunk = max(1, min(context.n_ubatch, context.n_batch, len(transcript)) // 2)
+        other = f"those of the same cuts in chunks of {chunk}"
     placed = placement_of(args)
     async with open_pipeline(
-        args.model, context=context, threads=args.threads, mmap=args.mmap, placement=placed
-    ) as whole:
-        theirs, _ = await logits_digest(whole, transcript)
-    return {"equal": ours == theirs, "rows": rows, "digest": ours, "whole_digest": theirs}
+        args.model, cuts, context=context, threads=args.threads, mmap=args.mmap, placement=placed, chunk=chunk
+    ) as again:
+        theirs, _ = await logits_digest(again, transcript)
+    return {
+        "equal": ours == theirs,
+        "rows": rows,
+        "digest": ours,
+        "other_digest": theirs,
+        "with": other,
+        "promised": context.numerics.exact_kernels,
+    }

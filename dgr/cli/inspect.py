@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable
 from typing import Any
 
 import attrs
@@ -15,9 +16,11 @@ from dgr.cli.tables import layer_runs, render_table
 from dgr.core.mtp import CONTRACT, RESERVED
 from dgr.core.route import LayerRange
 from dgr.core.units import human_bytes
+from dgr.engine.opening import warn_beyond_training
 from dgr.errors import InputError
 from dgr.v4.hyper_parameters import V4_FLASH, HyperParameters
 from dgr.v4.state_map import ContextShape, StateMap, state_map
+from dgr.v4.tensors import TensorSpec, block_tensors, head_tensors, range_tensors, tail_tensors
 
 __all__ = ["register", "run"]
 
@@ -42,7 +45,12 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
         "model", metavar="MODEL", help=f"a GGUF file (the first, if in parts), or {_BUILT_IN} for the published widths"
     )
     parser.add_argument("--layers", metavar="A:B", help="layer range to show (default: all, with --ctx)")
-    parser.add_argument("--ctx", type=int, metavar="N", help=f"tokens per session (default: {_DEFAULT_CTX})")
+    parser.add_argument(
+        "--ctx",
+        type=int,
+        metavar="N",
+        help=f"tokens per session, rounded up to a multiple of 256 (default: {_DEFAULT_CTX})",
+    )
     parser.add_argument(
         "--ubatch", type=int, default=512, metavar="N", help="tokens per native sub-batch (default: 512)"
     )
@@ -76,9 +84,22 @@ def _schedule(hp: HyperParameters, artifact: Artifact | None) -> list[dict[str, 
             one = LayerRange(layer, layer + 1)
             inner = [tensor for tensor in artifact.tensors_of(one) if tensor.name.startswith("blk.")]
             entry["weight_bytes"] = sum(tensor.n_bytes for tensor in inner)
+            entry["missing_tensors"] = _missing(artifact, block_tensors(hp, layer))
             entry["types"] = sorted({tensor.type.label for tensor in inner})
         entries.append(entry)
     return entries
+
+
+def _missing(artifact: Artifact, specs: Iterable[TensorSpec]) -> int:
+    """Tensors that must be in the model and of which nothing is known here: their part is missing, and no manifest tells."""
+    return sum(spec.required and spec.name not in artifact.tensors for spec in specs)
+
+
+def _size(n_bytes: int, missing: int) -> str:
+    """Bytes that are here, and whether that is all."""
+    if not missing:
+        return human_bytes(n_bytes)
+    return f"{human_bytes(n_bytes)} and more, not here" if n_bytes else "not here"
 
 
 def _model_object(name: str, hp: HyperParameters, artifact: Artifact | None) -> dict[str, Any]:
@@ -95,6 +116,7 @@ def _model_object(name: str, hp: HyperParameters, artifact: Artifact | None) -> 
             "weight_bytes": artifact.weight_bytes(hp.whole),
             "head_bytes": artifact.head_bytes,
             "tail_bytes": artifact.tail_bytes,
+            "missing_tensors": _missing(artifact, range_tensors(hp, hp.whole)),
             "mtp_bytes": sum(artifact.block_bytes(block) for block in range(hp.n_layers, hp.n_blocks)),
             "matrix_types": [kind.label for kind in artifact.matrix_types(hp.whole)],
         }
@@ -159,7 +181,8 @@ def _print_model(name: str, hp: HyperParameters, artifact: Artifact | None) -> N
     groups: dict[tuple[object, ...], list[int]] = {}
     schedule = _schedule(hp, artifact)
     for entry in schedule:
-        look = (entry["kind"], entry["hash_routed"], entry.get("weight_bytes"), tuple(entry.get("types", ())))
+        facts_of_layer = ("kind", "hash_routed", "weight_bytes", "missing_tensors")
+        look = (*map(entry.get, facts_of_layer), tuple(entry.get("types", ())))
         groups.setdefault(look, []).append(entry["layer"])
     heading = ["layers", "count", "kind", "experts by"]
     rows = [heading + (["weights each", "weights", "types"] if artifact is not None else [])]
@@ -167,18 +190,26 @@ def _print_model(name: str, hp: HyperParameters, artifact: Artifact | None) -> N
         entry = schedule[layers[0]]
         row = [layer_runs(layers), str(len(layers)), entry["kind"], "token id" if entry["hash_routed"] else "router"]
         if artifact is not None:
-            each = entry["weight_bytes"]
-            row += [human_bytes(each), human_bytes(each * len(layers)), ", ".join(entry["types"])]
+            each, missing = entry["weight_bytes"], entry["missing_tensors"]
+            row += [_size(each, missing), _size(each * len(layers), missing), ", ".join(entry["types"])]
         rows.append(row)
     if artifact is not None:
-        for label, size in (("head", artifact.head_bytes), ("tail", artifact.tail_bytes)):
-            rows.append([label, "", "", "", "", human_bytes(size), ""])
-        rows.extend(
-            [f"MTP {block}", "1", "", "", "", human_bytes(artifact.block_bytes(block)), "not loaded"]
-            for block in range(hp.n_layers, hp.n_blocks)
-        )
-        rows.append(["total", str(hp.n_layers), "", "", "", human_bytes(artifact.weight_bytes(hp.whole)), ""])
+        for label, size, specs in (
+            ("head", artifact.head_bytes, head_tensors(hp)),
+            ("tail", artifact.tail_bytes, tail_tensors(hp)),
+        ):
+            rows.append([label, "", "", "", "", _size(size, _missing(artifact, specs)), ""])
+        for block in range(hp.n_layers, hp.n_blocks):
+            weighs = _size(artifact.block_bytes(block), _missing(artifact, block_tensors(hp, block)))
+            rows.append([f"MTP {block}", "1", "", "", "", weighs, "not loaded"])
+        lacks = _missing(artifact, range_tensors(hp, hp.whole))
+        rows.append(["total", str(hp.n_layers), "", "", "", _size(artifact.weight_bytes(hp.whole), lacks), ""])
     print(render_table(rows, numeric=(1, 4, 5)))
+    if artifact is not None and lacks:
+        away = ", ".join(path.name for path in artifact.parts.missing)
+        print(
+            f"\n{lacks} tensors are not here: {away or 'other layers'}; a manifest of the whole model would tell of them"
+        )
 
 
 def _map_object(name: str, owned: StateMap, artifact: Artifact | None) -> dict[str, Any]:
@@ -209,6 +240,7 @@ def _map_object(name: str, owned: StateMap, artifact: Artifact | None) -> dict[s
     }
     if artifact is not None:
         found["weight_bytes"] = artifact.weight_bytes(owned.layers)
+        found["missing_tensors"] = _missing(artifact, range_tensors(artifact.hp, owned.layers))
     return found
 
 
@@ -237,7 +269,8 @@ def _print_map(name: str, owned: StateMap, artifact: Artifact | None) -> None:
     print(render_table(rows, numeric=(2, 6, 7)))
     if artifact is not None:
         print()
-        print(f"weights of layers {owned.layers}: {human_bytes(artifact.weight_bytes(owned.layers))}")
+        lacks = _missing(artifact, range_tensors(artifact.hp, owned.layers))
+        print(f"weights of layers {owned.layers}: {_size(artifact.weight_bytes(owned.layers), lacks)}")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -259,6 +292,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     layers = hp.whole if args.layers is None else LayerRange.parse(args.layers)
     ctx = _DEFAULT_CTX if args.ctx is None else args.ctx
+    warn_beyond_training(hp, ctx)
     owned = state_map(hp, layers, ContextShape(ctx, args.ubatch, args.sessions, args.type_k))
     if args.json:
         print_json(_map_object(args.model, owned, artifact))

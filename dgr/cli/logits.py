@@ -39,7 +39,10 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
 
 def read_tokens(path: Path) -> list[int]:
     """Token ids of an int32 little-endian file."""
-    data = read_whole(path, MOST_TEXT_BYTES, "a file of token ids")
+    try:
+        data = read_whole(path, MOST_TEXT_BYTES, "a file of token ids")
+    except OSError as error:
+        raise InputError(f"cannot read token ids from {path}: {error.strerror}; check the path of --tokens") from error
     if not data or len(data) % 4:
         raise InputError(f"{path} holds {len(data)} bytes; token ids are int32, so give a positive multiple of 4")
     ids = array("i", data)

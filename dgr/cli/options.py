@@ -25,6 +25,7 @@ __all__ = [
     "link_policy_of",
     "placement_of",
     "require_extra",
+    "stage_flags",
 ]
 
 _DEFAULTS = ContextParams()
@@ -37,6 +38,34 @@ class _Reserved(argparse.Action):
         self, _parser: argparse.ArgumentParser, _namespace: argparse.Namespace, _values: Any, flag: str | None = None
     ) -> NoReturn:
         raise not_executable(f"the flag {flag}")
+
+
+class _StageFlag(argparse.Action):
+    """A flag that says how stages of this process are; which ones were given is kept in ``stage_flags``."""
+
+    def __call__(
+        self, _parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, _flag: str | None = None
+    ) -> None:
+        setattr(namespace, self.dest, values)
+        given: dict[str, str] = getattr(namespace, "stage_flags", {})
+        namespace.stage_flags = {**given, self.dest: self.option_strings[0]}
+
+
+class _StageSwitch(_StageFlag):
+    """The same without a value: it turns something on."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **more: Any) -> None:
+        super().__init__(option_strings, dest, nargs=0, default=False, **more)
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, _values: Any, flag: str | None = None
+    ) -> None:
+        super().__call__(parser, namespace, True, flag)
+
+
+def stage_flags(args: argparse.Namespace) -> dict[str, str]:
+    """The flags of :func:`add_context_arguments` that were given, whatever their value: name in ``args`` -> flag."""
+    return dict(getattr(args, "stage_flags", {}))
 
 
 def add_reserved_arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,19 +104,40 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 def add_context_arguments(parser: argparse.ArgumentParser) -> None:
     """Context parameters, threads, memory and devices of a stage."""
     parser.add_argument(
-        "--ctx", type=int, default=_DEFAULTS.n_ctx, metavar="N", help="tokens the context holds (n_ctx)"
+        "--ctx",
+        action=_StageFlag,
+        type=int,
+        default=_DEFAULTS.n_ctx,
+        metavar="N",
+        help="tokens the context holds (n_ctx), rounded up to a multiple of 256",
     )
     parser.add_argument(
-        "--batch", type=int, default=_DEFAULTS.n_batch, metavar="N", help="most tokens in a native call"
+        "--batch",
+        action=_StageFlag,
+        type=int,
+        default=_DEFAULTS.n_batch,
+        metavar="N",
+        help="most tokens in a native call",
     )
     parser.add_argument(
-        "--ubatch", type=int, default=_DEFAULTS.n_ubatch, metavar="N", help="tokens of a native sub-batch"
+        "--ubatch",
+        action=_StageFlag,
+        type=int,
+        default=_DEFAULTS.n_ubatch,
+        metavar="N",
+        help="tokens of a native sub-batch",
     )
     parser.add_argument(
-        "--threads", type=int, default=1, metavar="N", help="compute threads of each stage (default: 1)"
+        "--threads",
+        action=_StageFlag,
+        type=int,
+        default=1,
+        metavar="N",
+        help="compute threads of each stage (default: 1)",
     )
     parser.add_argument(
         "--numerics",
+        action=_StageFlag,
         choices=[one.value for one in Numerics],
         default=_DEFAULTS.numerics.value,
         help="exact: the same bits however the work is cut; same-cuts: the same bits over the same layer ranges;"
@@ -95,32 +145,40 @@ def add_context_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--wire",
+        action=_StageFlag,
         choices=[one.value for one in Wire],
         default=_DEFAULTS.wire.value,
         help="how residuals travel between stages; all but f32 round them and need numerics same-cuts or native",
     )
-    parser.add_argument("--flash-attn", choices=["on", "off"], default="on", help="flash attention (default: on)")
-    parser.add_argument("--type-k", default=_DEFAULTS.type_k, metavar="TYPE", help="K-cache type: f16, f32, q8_0")
+    parser.add_argument(
+        "--flash-attn", action=_StageFlag, choices=["on", "off"], default="on", help="flash attention (default: on)"
+    )
+    parser.add_argument(
+        "--type-k", action=_StageFlag, default=_DEFAULTS.type_k, metavar="TYPE", help="K-cache type: f16, f32, q8_0"
+    )
     parser.add_argument(
         "--memory",
+        action=_StageFlag,
         metavar="SIZE",
         help="refuse what takes more of the host's memory: bytes, 24GiB, or 50%% of what is usable",
     )
     parser.add_argument(
         "--device",
+        action=_StageFlag,
         metavar="NAME,...",
         help="with native numerics: the devices that hold the layers, as llama.cpp calls them, or CPU (default: all there"
         " are; a wrong name lists them)",
     )
     parser.add_argument(
         "--gpu-layers",
+        action=_StageFlag,
         type=int,
         metavar="N",
         help="only the last N layers of a stage lie on its devices, and with them a tail's output; the CPU has the others"
         " (default: all)",
     )
-    parser.add_argument("--mmap", action="store_true", help="map the model file instead of reading the owned tensors")
-    parser.add_argument("--mlock", action="store_true", help="lock the owned tensors in memory")
+    parser.add_argument("--mmap", action=_StageSwitch, help="map the model file instead of reading the owned tensors")
+    parser.add_argument("--mlock", action=_StageSwitch, help="lock the owned tensors in memory")
     add_reserved_arguments(parser)
 
 

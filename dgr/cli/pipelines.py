@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractAsyncContextManager
 
-from dgr.cli.options import context_of, link_policy_of, placement_of
+from dgr.cli.options import context_of, link_policy_of, placement_of, stage_flags
 from dgr.client.pipeline import Pipeline, Timeouts
 from dgr.cluster.connect import open_route
 from dgr.cluster.local import open_pipeline
@@ -49,15 +49,23 @@ def open_local(
     )
 
 
-def route_of(args: argparse.Namespace) -> tuple[RouteFile, str]:
+def route_of(args: argparse.Namespace, own: Collection[str] = ()) -> tuple[RouteFile, str]:
     """The file that ``--route`` names, and the model whose vocabulary is used: that of ``--model``, or the file's.
 
+    Args:
+        own: what a command does itself with flags of stages, by their names in ``args``; the others may not be given.
+
     Raises:
-        InputError: ``--split`` is given too, or neither names a model.
+        InputError: ``--split`` or a flag of stages is given too, or neither names a model.
         InvalidRoute: as of :func:`~dgr.cluster.route_file.read_route_file`.
     """
     if args.split is not None:
         raise InputError("--split cuts a model in this process, --route names stages elsewhere; give one of them")
+    if others := [flag for name, flag in stage_flags(args).items() if name not in own]:
+        raise InputError(
+            f"{', '.join(others)} beside --route: what its stages are was decided where they run; give the flag to"
+            " `dgr stage` there, and leave it out here"
+        )
     file = read_route_file(args.route)
     model = file.model if args.model is None else args.model
     if model is None:
@@ -66,15 +74,20 @@ def route_of(args: argparse.Namespace) -> tuple[RouteFile, str]:
 
 
 def open_either(
-    args: argparse.Namespace, on_shard: Callable[[Shard], None] | None = None, *, timeouts: Timeouts | None = None
+    args: argparse.Namespace,
+    on_shard: Callable[[Shard], None] | None = None,
+    *,
+    timeouts: Timeouts | None = None,
+    own: Collection[str] = (),
 ) -> AbstractAsyncContextManager[Pipeline]:
     """The pipeline of ``--route``, to enter, or that of ``--model`` and ``--split``; ``timeouts`` are of the former.
 
-    With ``--route`` the model whose vocabulary is used is left in ``args.model``. Errors as of the two it is made of.
+    ``own``: as of :func:`route_of`. With ``--route`` the model whose vocabulary is used is left in ``args.model``. Errors as
+    of the two it is made of.
     """
     if args.route is None:
         return open_local(args, on_shard)
-    file, args.model = route_of(args)
+    file, args.model = route_of(args, own)
     return open_route(
         file,
         policy=link_policy_of(args, file.tls),

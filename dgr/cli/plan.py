@@ -27,6 +27,7 @@ from dgr.core.units import human_bytes
 from dgr.core.values import ContextParams, Numerics
 from dgr.engine.budget import parse_budget
 from dgr.engine.llama import estimate_memory
+from dgr.engine.opening import warn_beyond_training
 from dgr.errors import InputError
 from dgr.v4.state_map import ContextShape
 
@@ -55,7 +56,9 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument(
         "--stages", type=int, metavar="N", help="stages (default: as many as memory sizes or addresses)"
     )
-    parser.add_argument("--ctx", type=int, required=True, metavar="C", help="tokens per session")
+    parser.add_argument(
+        "--ctx", type=int, required=True, metavar="C", help="tokens per session, rounded up to a multiple of 256"
+    )
     parser.add_argument(
         "--sessions", type=int, default=1, metavar="S", help="sequence slots of each stage (default: 1)"
     )
@@ -138,6 +141,7 @@ def run(args: argparse.Namespace) -> int:
         type_k=args.type_k,
         numerics=Numerics(args.numerics),
     )
+    warn_beyond_training(artifact.hp, args.ctx)
     shape = ContextShape(args.ctx, min(args.ubatch, args.batch), args.sessions, args.type_k)
 
     costs = costs_of(artifact, shape)

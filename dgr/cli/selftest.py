@@ -36,7 +36,9 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
     )
     numerics.add_argument("--no-record", action="store_true", help="only tell; do not record the verdict")
     numerics.add_argument(
-        "--if-missing", action="store_true", help="do nothing when a whole verdict is recorded already"
+        "--if-missing",
+        action="store_true",
+        help="do nothing when a whole verdict is recorded already; says what is missing where it runs again",
     )
     numerics.add_argument("--json", action="store_true", help="print one JSON object")
     numerics.set_defaults(run=run)
@@ -94,6 +96,10 @@ def run(args: argparse.Namespace) -> int:
         else:
             print("the verdict for these kernels is recorded already")
         return 0
+    if args.if_missing and found is not None and not args.json:
+        print(
+            f"the verdict that is recorded is not whole, so the test runs again: {'; '.join(found.notes)}", flush=True
+        )
     types = None if args.types is None else [name.strip() for name in args.types.split(",") if name.strip()]
     if not args.no_record:
         record_target(kernel_fingerprint())  # refused now rather than after half a minute

@@ -118,7 +118,7 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
         type=int,
         default=_LIMITS.max_waiting,
         metavar="N",
-        help=f"requests that may wait for a slot (default: {_LIMITS.max_waiting})",
+        help=f"choices that may wait for a slot (default: {_LIMITS.max_waiting})",
     )
     parser.add_argument(
         "--max-queued-tokens", type=int, metavar="N", help="prompt tokens that may wait (default: 8 contexts' worth)"
@@ -341,8 +341,10 @@ def _announce(
             }
         )
         return
+    rounded = "" if args.route is not None or args.ctx == service.n_ctx else f" (--ctx {args.ctx}, rounded up)"
     print(
-        f"{options.model} on {' and '.join(urls)}: {engine.line.slots} conversations of {service.n_ctx} tokens at once,"
+        f"{options.model} on {' and '.join(urls)}: {engine.line.slots} conversations of {service.n_ctx} tokens{rounded} at"
+        " once,"
         f" {engine.sessions.places_of_prefixes} prefixes kept{f' ({human_bytes(state)} of state in all)' if shards else ''},"
         f" thinking {options.thinking.value} ({options.ladder.value}), {'API keys' if has_keys else 'no API keys'}",
         flush=True,

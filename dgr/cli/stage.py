@@ -31,6 +31,7 @@ from dgr.core.route import LayerRange
 from dgr.core.units import human_bytes
 from dgr.engine.budget import check_budget, parse_budget
 from dgr.engine.llama import LlamaEngine, estimate_memory
+from dgr.engine.opening import warn_beyond_training
 from dgr.errors import InputError
 from dgr.stage.shard import MIN_IDLE, Shard, open_shard
 from dgr.wire.nurseries import open_nursery
@@ -138,6 +139,7 @@ async def _stage(args: argparse.Namespace) -> None:
                 monitor.ending()
             engine.abort()  # a step under way ends early
             nursery.cancel_scope.cancel()
+    context = engine.describe().context
     _log.info("stage %s with %d slots of %d tokens ended", layers, context.n_seq_max, context.n_ctx)
 
 
@@ -163,6 +165,7 @@ def _load(args: argparse.Namespace, layers: LayerRange) -> LlamaEngine:
             report = estimate_memory(artifact, layers, context, placement)
         check_budget({f"stage {layers}": report}, context.n_seq_max, parse_budget(args.memory))
     artifact.check(layers)
+    warn_beyond_training(artifact.hp, context.n_ctx)
     with showing("reading the weights") as progress:
         artifact.verify_weights(layers, progress)
     with showing("loading the weights"):
@@ -177,6 +180,7 @@ def _announce(
     host, port = listeners[0].socket.getsockname()[:2]
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     about, memory = engine.describe(), engine.memory()
+    slots = f"{about.context.n_seq_max} slot{'' if about.context.n_seq_max == 1 else 's'}"
     if args.json:
         line = {
             "address": address,
@@ -196,7 +200,8 @@ def _announce(
     else:
         print(
             f"stage {about.layers} listens on {address}, {about.context.numerics.value} numerics on"
-            f" {', '.join(about.devices)}: weights {human_bytes(memory.weights)}, state"
+            f" {', '.join(about.devices)}, {slots} of {about.context.n_ctx} tokens: weights"
+            f" {human_bytes(memory.weights)}, state"
             f" {human_bytes(sum(memory.state.values()))}, compute {human_bytes(memory.compute)}"
             + "".join(f"; of it {human_bytes(device.total)} on {name}" for name, device in memory.devices.items())
             + (f"; metrics at http://{metrics[0]}/metrics" if metrics else ""),

@@ -15,6 +15,7 @@ from dgr.cli.streams import json_line, read_prompt
 from dgr.cli.summary import print_beside
 from dgr.cli.tables import render_table
 from dgr.client.tracing import Trace
+from dgr.core.arguments import check_whole
 from dgr.core.files.outputs import writing
 from dgr.core.files.targets import find_target
 from dgr.serving.tracing.account import Account, account_of
@@ -60,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
     if target is not None:
         target.check_apart(*(path for path in (args.model, args.route) if path is not None))
     prompt = read_prompt(args.prompt)
+    check_whole("max_tokens", args.max_tokens, 0)
     with ExitStack() as stack:
         # Opened first: a place that cannot be written is told before the model is loaded.
         file = None if target is None else stack.enter_context(writing(target))

@@ -43,7 +43,7 @@ class PipelineStatistics:
     epoch: int
     state: str
     sessions: int
-    #: Work frames sent whose reply was not taken yet, over all sessions.
+    #: Work frames sent whose reply has not come, over all sessions; those of cancelled work among them.
     in_flight: int
     #: Times the route was lost.
     downs: int

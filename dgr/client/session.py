@@ -97,7 +97,7 @@ class ClientSession:
 
     @property
     def in_flight(self) -> int:
-        """Work frames sent whose reply was not taken yet."""
+        """Work frames sent whose reply has not come."""
         return self._work.in_flight
 
     @property
@@ -317,8 +317,8 @@ class ClientSession:
         several = end - first > pace.tokens
         token: frames.Token | None = None
         try:
-            while sent < end or work.in_flight:
-                while sent < end and work.in_flight < window:
+            while sent < end or work.untaken:
+                while sent < end and work.untaken < window:
                     until, logits = request.chunk(sent, end, pace.tokens)
                     work.send(self.transcript[sent:until], logits, request)
                     sent = until
@@ -357,7 +357,7 @@ class ClientSession:
         """The caller is gone, or a reply was unusable: start nothing new; what is in flight drains."""
         if self.state is not ClientState.WORKING:
             return  # nothing was sent, or the session was lost or closed meanwhile
-        if not self._work.in_flight:
+        if not self._work.untaken:
             self._machine.fire(ClientEvent.REPLIED)
             return
         try:
@@ -371,7 +371,7 @@ class ClientSession:
         """Take the replies to cancelled work; the session then stands where the last committed chunk ended."""
         kept: KeptToken | None = None
         try:
-            while self._work.in_flight:
+            while self._work.untaken:
                 chunk, received = await self._work.next_reply(cancelled=True)
                 if isinstance(received.frame, frames.Token) and chunk.sampling is not None:
                     kept = KeptToken(chunk.sampling, received.frame)

@@ -130,7 +130,12 @@ class SessionWork:
 
     @property
     def in_flight(self) -> int:
-        """Work frames sent whose reply was not taken yet."""
+        """Work frames sent whose reply has not come."""
+        return sum(chunk.reply.value is None for chunk in self._chunks)
+
+    @property
+    def untaken(self) -> int:
+        """Work frames sent whose reply was not taken, come or not; those of cancelled work are taken at the next use."""
         return len(self._chunks)
 
     @property

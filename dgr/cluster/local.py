@@ -22,6 +22,7 @@ from dgr.engine.base import ShardEngine
 from dgr.engine.budget import check_budget, parse_budget
 from dgr.engine.devices import ALL_DEVICES, Placement
 from dgr.engine.llama import MOST_THREADS, LlamaEngine, estimate_memory
+from dgr.engine.opening import warn_beyond_training
 from dgr.engine.vocab import LlamaVocabulary
 from dgr.errors import DgrError, InputError, LinkBroken
 from dgr.protocol.limits import limits_of
@@ -314,6 +315,7 @@ async def open_pipeline(
         )
     route = Route(tuple(StageRef(f"stage-{index}", layers) for index, layers in enumerate(ranges)))
     route.check(n_layers)
+    warn_beyond_training(artifacts[0].hp, context.n_ctx)
     if memory_budget is not None:
         if not isinstance(memory_budget, str):
             check_whole("memory_budget", memory_budget, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,25 @@ from dgr.core.host import available_memory
 from dgr.core.route import LayerRange
 from dgr.core.values import ContextParams
 from dgr.engine.base import DeviceMemory, MemoryReport
-from dgr.engine.devices import ALL_DEVICES, Placement
+from dgr.engine.devices import ALL_DEVICES, Placement, find_devices
 from dgr.engine.files import open_stage
 from dgr.engine.native import Native, default_native
 from dgr.errors import InputError
+from dgr.v4.hyper_parameters import HyperParameters
 from dgr.v4.state_map import Component
 
-__all__ = ["MOST_THREADS", "estimate_memory", "given", "memory_of", "open_native", "read_info", "text_of"]
+__all__ = [
+    "MOST_THREADS",
+    "estimate_memory",
+    "given",
+    "memory_of",
+    "open_native",
+    "read_info",
+    "text_of",
+    "warn_beyond_training",
+]
+
+_log = logging.getLogger("dgr.stage")
 
 #: More compute threads than any machine has cores: what is above is a mistake.
 MOST_THREADS = 2**15
@@ -36,8 +49,7 @@ def open_native(
     needs: int = 0,
 ) -> Any:
     """A native stage handle; it must be closed. ``needs``: bytes of its weights, state and buffers, where they are known."""
-    if context.type_k not in _TYPE_K:
-        raise InputError(f"K-cache type {context.type_k!r} is not known; choose one of {', '.join(_TYPE_K)}")
+    _check_type_k(context)
     params = native.ffi.new("dgr_stage_params *", native.lib.dgr_stage_params_default())
     params.layer_begin, params.layer_end = layers.begin, layers.end
     for name in ("n_ctx", "n_batch", "n_ubatch", "n_seq_max"):
@@ -57,6 +69,7 @@ def open_native(
     params.check_tensors = options.get("check_tensors", False)
     params.dry_run = options.get("dry_run", False)
     check_instance("placement", placement, Placement)
+    _check_devices(native, context, placement)
     names = None if placement.devices is None else native.ffi.new("char[]", ",".join(placement.devices).encode())
     params.devices = native.ffi.NULL if names is None else names
     if placement.gpu_layers:  # a tail's output is a layer to llama.cpp
@@ -74,7 +87,33 @@ def given(
     layers = artifact.layers if layers is None else layers
     check_instance("context", context, ContextParams)
     check_instance("layers", layers, LayerRange)
+    _check_type_k(context)
     return context, layers
+
+
+def _check_type_k(context: ContextParams) -> None:
+    if context.type_k not in _TYPE_K:
+        raise InputError(f"{context.type_k!r} is no K-cache type; choose one of {', '.join(_TYPE_K)}")
+
+
+def _check_devices(native: Native, context: ContextParams, placement: Placement) -> None:
+    """Refuse layers for devices where there is none. Exact numerics refuse them, devices or not."""
+    if not placement.gpu_layers or placement.devices is not None or context.numerics.exact_kernels:
+        return
+    if not find_devices(native):
+        raise InputError(
+            f"gpu_layers is {placement.gpu_layers}, and there is no device here but the CPU to hold them; leave it out"
+        )
+
+
+def warn_beyond_training(hp: HyperParameters, n_ctx: int) -> None:
+    """Log that a context is longer than those the model was trained on."""
+    if n_ctx > hp.context_length:
+        _log.warning(
+            "the context holds %d tokens (n_ctx), the model was trained on %d at most: nobody knows what it answers beyond",
+            n_ctx,
+            hp.context_length,
+        )
 
 
 def read_info(native: Native, stage: Any) -> Any:

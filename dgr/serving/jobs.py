@@ -22,7 +22,7 @@ class ServingLimits:
     sessions: int | None = None
     #: Slots for copies of states on the way; None: those that ``sessions`` leaves.
     prefixes: int | None = None
-    #: Requests that may wait for a slot.
+    #: Choices that may wait for a slot; a request is one, or as many as it asks for.
     max_waiting: int = 64
     #: Prompt tokens of all that wait; None: eight contexts' worth.
     max_waiting_tokens: int | None = None

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
 
 import trio
 from attrs import define, field
 
-from dgr.errors import QueueFull
+from dgr.errors import InputError, QueueFull
 
 __all__ = ["Line", "Place"]
 
@@ -20,18 +21,18 @@ _NEWEST = 0.2
 
 @define(eq=False)
 class Place:
-    """One request's place in a :class:`Line`."""
+    """One choice's place in a :class:`Line`."""
 
     #: Prompt tokens.
     tokens: int
-    #: Set when a slot is the request's own.
+    #: Set when a slot is its own.
     turn: trio.Event = field(factory=trio.Event)
     #: When the turn came, in trio's time.
     since: float = math.nan
 
 
 class Line:
-    """Who holds a slot and who waits for one. Entering and leaving never wait, so no request is between the two."""
+    """Who holds a slot and who waits for one. Entering and leaving never wait, so no choice is between the two."""
 
     def __init__(self, slots: int, max_waiting: int, max_waiting_tokens: int) -> None:
         self.slots = slots
@@ -45,12 +46,12 @@ class Line:
 
     @property
     def waiting(self) -> int:
-        """Requests that wait."""
+        """Choices that wait; a request is one, or as many as it asks for."""
         return len(self._waiting)
 
     @property
     def waiting_tokens(self) -> int:
-        """Prompt tokens of the requests that wait."""
+        """Prompt tokens of the choices that wait."""
         return sum(place.tokens for place in self._waiting)
 
     def enter(self, tokens: int) -> Place:
@@ -63,10 +64,27 @@ class Line:
         self._promote()
         return place
 
+    def refuse_more_than_ever_fits(self, tokens: Sequence[int]) -> None:
+        """Refuse choices that come together, of so many prompt tokens each, when not even an empty line could take all.
+
+        Raises :class:`~dgr.errors.InputError` with the bound.
+        """
+        waiting = tokens[self.slots :]
+        if len(waiting) > self._max_waiting:
+            raise InputError(
+                f"{len(tokens)} choices are asked for at once, and {self.slots + self._max_waiting} are the most that this"
+                f" server can take: {self.slots} are answered and {self._max_waiting} may wait; ask for fewer"
+            )
+        if len(waiting) > 1 and sum(waiting) > self._max_waiting_tokens:
+            raise InputError(
+                f"{len(tokens)} choices are asked for at once, {self.slots} are answered and the others would wait with"
+                f" {sum(waiting)} prompt tokens, of which {self._max_waiting_tokens} may wait; ask for fewer"
+            )
+
     def _refuse_beyond_bounds(self, tokens: int) -> None:
         held, waiting = self.waiting_tokens, self.waiting
         if waiting >= self._max_waiting:
-            why = f"{waiting} requests wait, and no more than {self._max_waiting} may"
+            why = f"{waiting} choices wait, and no more than {self._max_waiting} may"
         elif waiting and held + tokens > self._max_waiting_tokens:  # one alone may be as long as the context
             why = f"{held} prompt tokens wait; with {tokens} more they would be above {self._max_waiting_tokens}"
         else:

@@ -13,6 +13,7 @@ from dgr.cli import inspect as command
 from dgr.cli.tables import layer_runs
 from dgr.core.units import human_bytes
 from dgr.errors import ArtifactError, InvalidLayerRange
+from dgr.selftest.fixture import write_fixture
 
 Capture = pytest.CaptureFixture[str]
 
@@ -53,6 +54,34 @@ def test_map_follows_every_option(capsys: Capture) -> None:
     }
     first = found["components"][3]["tensors"][0]
     assert first == {"name": "dsv4_csa_state_kv_l2", "layer": 2, "shape": [1024, 8, 2], "bytes": 65536}
+
+
+def test_a_context_beyond_training_is_warned_of(capsys: Capture, caplog: pytest.LogCaptureFixture) -> None:
+    for tokens, said in ((1 << 20, []), ((1 << 20) + 1, ["1048577 tokens (n_ctx), the model was trained on 1048576"])):
+        caplog.clear()
+        run(capsys, "v4-flash", "--layers", "0:1", "--ctx", str(tokens))
+        assert [words in record.message for record, words in zip(caplog.records, said, strict=True)] == [True] * len(
+            said
+        )
+
+
+def test_layers_of_a_part_that_is_missing_are_not_here(capsys: Capture, tmp_path: Path) -> None:
+    write_fixture(tmp_path / "m.gguf", preset="min", layers=4, parts=3)
+    first, second = (tmp_path / f"m-0000{n}-of-00003.gguf" for n in (1, 2))
+    whole = run(capsys, str(first))
+    second.unlink()
+    assert "not here" not in whole
+    assert "not here" not in run(capsys, str(first)), "the manifest tells"
+    (tmp_path / "m.manifest.json").unlink()
+    text = run(capsys, str(first))
+    rows = {line.split()[0]: line for line in text.splitlines() if line}
+    assert rows["head"].endswith("not here")
+    assert rows["0-1"].count("not here") == 2
+    assert rows["total"].endswith("and more, not here")
+    assert " 0 B" not in text
+    assert f"tensors are not here: {second.name}" in text
+    assert run_json(capsys, str(first), "--layers", "0:1")["missing_tensors"] > 0
+    assert "weights of layers 0:1: not here" in run(capsys, str(first), "--layers", "0:1")
 
 
 def test_map_of_a_file_tells_its_weights(capsys: Capture, min_model: Path) -> None:

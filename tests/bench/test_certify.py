@@ -24,7 +24,7 @@ from dgr_bench.certify.run import CertifyJob
 from dgr_bench.cli import main
 from dgr_bench.compare import compare
 from dgr_bench.reports import write_report
-from dgr_bench.results import SCHEMA, Journal, Result, read_result, write_result
+from dgr_bench.results import SCHEMA, Journal, Result, digest_of, read_result, write_result
 
 LAYERS, SPLIT = 7, "0:2,2:5,5:7"
 #: Without several threads: they need cores of their own.
@@ -247,6 +247,7 @@ def test_other_kernels_are_not_held_against_it(folder: Path, tmp_path: Path) -> 
     with changed(folder, tmp_path, other_kernels) as copy:
         found = compare(read_result(folder), read_result(copy))
     assert found["verdict"] == "not comparable"
+    assert found["not_comparable_because"] == ["other kernels"]
     assert not found["must_be_equal"]
     assert len(found["parts_differing"]) == 1
 
@@ -264,6 +265,24 @@ def _other_split(result: Result) -> None:
 
 def _failed(result: Result) -> None:
     result.checks[0] = msgspec.structs.replace(result.checks[0], passed=False)
+
+
+def test_a_split_that_does_not_fit_is_refused_with_the_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["certify", "--quick", "--split", "1:43", "--out", str(tmp_path)]) == 2
+    assert "of 43 layers: layer range 1:43 leaves out layers from 0 on" in capsys.readouterr().err
+
+
+def test_native_numerics_are_said_to_be_why(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def native(result: Result) -> None:
+        result.plan["numerics"] = "native"
+        result.plan_digest = digest_of(result.plan)
+
+    with changed(folder, tmp_path, native) as copy:
+        assert main(["compare", str(copy), str(copy)]) == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == "NOT COMPARABLE bit for bit: native numerics, which promise equal bits for equal batches alone"
 
 
 @pytest.mark.parametrize("change", [_no_states, _other_split])

@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
+from dgr.engine.native import build_info
 from dgr.errors import EngineError, InputError
 from dgr_bench.cli import main
 from dgr_bench.peers.command import Peers, row_name
 from dgr_bench.peers.measurements import PeersPlan
-from dgr_bench.peers.rpc import bench_beside, open_servers
+from dgr_bench.peers.rpc import open_servers
+from dgr_bench.upstream.programs import bench_beside
 
 PLAN = PeersPlan(
     name="a plan", prefill=512, decode=10, rounds=2, delays=(0.0, 10.0), contexts=(0, 512), split=("0:3", "3:7"), n_vocab=512,
@@ -75,6 +77,7 @@ def test_an_answer_whose_kill_was_not_measured_has_not_survived() -> None:
         (["--delays", "-1"], "--delays -1: give milliseconds"),
         (["--processes", "1"], "--processes 1: give 2 to"),
         (["--rpc-server", "/nowhere"], "--rpc-server /nowhere is not a program"),
+        (["--rpc-server", sys.executable], "there is no llama-bench beside"),
     ],
 )
 def test_what_is_refused(
@@ -82,6 +85,30 @@ def test_what_is_refused(
 ) -> None:
     assert main(["peers", "--quick", "--model", str(small), "--out", str(tmp_path / "out"), *arguments]) == 2
     assert words in capsys.readouterr().err
+
+
+def script(path: Path, text: str) -> Path:
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+    return path
+
+
+def test_a_server_of_another_pin_and_one_that_is_none(
+    small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Refused before anything is measured; what cannot listen ends in a line, and another binary does not go on from it."""
+    server = script(tmp_path / "rpc-server", "exit 3")
+    command = ["peers", "--quick", "--model", str(small), "--out", str(tmp_path / "out"), "--rpc-server", str(server)]
+    script(tmp_path / "llama-bench", "echo version: 1, commit abcdef012")
+    assert main(command) == 2
+    assert "was built from llama.cpp abcdef012, dgr from" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+    script(tmp_path / "llama-bench", f"echo version: 1, commit {build_info()['llama_cpp_commit']}")
+    assert main(command) == 1
+    assert "rpc-server ended with exit status 3 instead of listening" in capsys.readouterr().err
+    script(server, "exit 4")
+    assert main(command) == 2
+    assert "holds a result of another subject" in capsys.readouterr().err
 
 
 async def test_a_server_that_ends_instead_of_listening(tmp_path: Path) -> None:

@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 from attrs import evolve
 
+from dgr.core.route import LayerRange
 from dgr.core.values import Wire
+from dgr.selftest.fixture import write_fixture
+from dgr.testing.network.processes import write_route
 from dgr_bench.cli import main
 from dgr_bench.overhead.wires import Wires, WiresPlan
 
@@ -68,3 +71,23 @@ def test_the_command(small: Path, capsys: pytest.CaptureFixture[str], tmp_path: 
         share = row["wire_bytes_per_token"]["median"] / row["f32_bytes_per_token"]["median"]
         assert share < (0.3 if "q8" in name else 0.55), name
     assert "| 2 | bf16 | 10" in (tmp_path / "report.md").read_text()
+
+
+@pytest.mark.parametrize(
+    "command", ["wires", "peers", "sessions", "servers", "prefill", "drill", "overhead", "frontier", "certify"]
+)
+def test_a_slice_is_refused_before_anything_is_measured(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = tmp_path / "slice.gguf"
+    write_fixture(model, preset="min", layers=LayerRange(2, 4))
+    assert main([command, "--quick", "--model", str(model), "--out", str(tmp_path / "out")]) == 2
+    assert "slice.gguf: this slice holds layers 2:4 of the model, not all of 0:43" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_is_named_from_where_the_caller_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    file = write_route(tmp_path / "elsewhere" / "route.toml", Path("m.gguf"), ("0:2", "2:4"))
+    assert file.model == tmp_path / "m.gguf"

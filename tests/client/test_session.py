@@ -269,8 +269,10 @@ async def test_cancelled_chunks_that_were_not_started_leave_the_session_where_it
         await trio.testing.wait_all_tasks_blocked()
         nursery.cancel_scope.cancel()
     assert route.cancels == [route.sent[-1].seq]
+    assert session.in_flight > 0
     route.holding = False
     route.release()
+    assert session.in_flight == 0, "replies that have come are in flight no more, taken or not"
     del route.sent[:]
     await take(session.generate(), 1)
     assert GenerationCancelled(1, CHUNK) in route.events

@@ -56,6 +56,12 @@ def test_the_cpu_alone_can_be_asked_for(small: Path, prompt: Prompt) -> None:
     assert len(set(rows)) == 1
 
 
+def test_layers_for_devices_need_one(small: Path) -> None:
+    for load in (LlamaEngine, estimate_memory):
+        with pytest.raises(InputError, match="gpu_layers is 2, and there is no device here but the CPU"):
+            load(small, None, NATIVE, placement=Placement(None, 2))
+
+
 @pytest.mark.parametrize(
     ("devices", "gpu_layers", "message"),
     [

@@ -297,4 +297,6 @@ def test_a_record_with_something_untested_is_made_again(
         ran.clear()
         assert main(command) == 0
         assert len(ran) == times
-    assert "recorded already" in capsys.readouterr().out
+        said = capsys.readouterr().out
+        assert (f"runs again: {'; '.join(notes)}\n" in said) == bool(times)
+        assert ("recorded already" in said) != bool(times)

@@ -16,6 +16,7 @@ import pytest
 
 from dgr.artifact.artifact import Artifact
 from dgr.cli import fixture as fixture_command
+from dgr.cli import main
 from dgr.core.route import LayerRange
 from dgr.errors import ArtifactError, InputError, InvalidLayerRange
 from dgr.gguf.types import GgmlType
@@ -442,3 +443,15 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     args = parser.parse_args(["fixture", str(out), "--layers", "x", "--preset", "min"])
     with pytest.raises(InputError, match="--layers is 'x'; give a number of layers, or a range"):
         args.run(args)
+
+
+@pytest.mark.parametrize(("parts", "first"), [(1, "m.gguf"), (2, "m-00001-of-00002.gguf")])
+def test_the_path_is_said_as_it_was_given(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], parts: int, first: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    command = ["fixture", "m.gguf", "--preset", "min", "--layers", "1", "--parts", str(parts)]
+    assert main(command) == 0
+    assert capsys.readouterr().out.startswith(f"{first}: ")
+    assert main([*command, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["path"] == first

@@ -348,7 +348,7 @@ async def test_the_line_is_first_come_first_served(autojump_clock: MockClock) ->
 async def test_a_full_line_takes_nobody_but_a_free_slot_anyone(autojump_clock: MockClock) -> None:
     line = Line(1, 0, 0)
     first = line.enter(10**6)
-    with pytest.raises(QueueFull, match="0 requests wait, and no more than 0 may"):
+    with pytest.raises(QueueFull, match="0 choices wait, and no more than 0 may"):
         line.enter(1)
     line.leave(first)
     line.leave(line.enter(1))

@@ -71,7 +71,7 @@ from dgr_bench.distance.measurements import DistancePlan, distance_units
 from dgr_bench.plots import Plot
 from dgr_bench.reports import Section
 from dgr_bench.results import Kind, Result
-from dgr_bench.subjects import PATIENCE, Bare, Stages, Wrap, open_bare, open_stages
+from dgr_bench.subjects import PATIENCE, Bare, Stages, Wrap, open_bare, open_stages, whole_model
 from dgr_bench.verdicts import Check
 
 _SPLIT = "0:15,15:29,29:43"
@@ -342,8 +342,11 @@ def asked_profile(args: argparse.Namespace, default: str) -> Profile:
 def open_job(args: argparse.Namespace, profile: Profile) -> CertifyJob:
     """What the flags of :func:`add_subject_arguments` ask for."""
     if args.route is None:
-        artifact = Artifact.open(args.model or cached_fixture("mixed"))
-        split = parse_split(_SPLIT if args.split is None else args.split, artifact.hp.n_layers)
+        artifact = whole_model(args.model or cached_fixture("mixed"))
+        try:
+            split = parse_split(_SPLIT if args.split is None else args.split, artifact.hp.n_layers)
+        except InputError as error:
+            raise InputError(f"{artifact.file.path}, of {artifact.hp.n_layers} layers: {error}") from error
         return CertifyJob(profile, artifact, split)
     if args.split is not None:
         raise InputError("--split cuts a model in this process, --route names stages elsewhere; give one of them")

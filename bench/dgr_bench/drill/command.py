@@ -26,7 +26,6 @@ from typing import Any, ClassVar
 
 from attrs import frozen
 
-from dgr import Artifact
 from dgr.errors import InputError
 from dgr.selftest.fixture.cached import cached_fixture
 from dgr_bench.benchmark import Group, Store, Unit, Units, benchmark_command
@@ -37,7 +36,7 @@ from dgr_bench.drill.ring import run_round
 from dgr_bench.plots import Plot
 from dgr_bench.reports import Section
 from dgr_bench.results import Kind, Result
-from dgr_bench.subjects import asked_split
+from dgr_bench.subjects import asked_split, whole_model
 from dgr_bench.verdicts import Check
 
 
@@ -111,7 +110,7 @@ def _drill(args: argparse.Namespace) -> Drill:
             f"--heartbeat is {args.heartbeat:g} s; give 0.05 to 10, as a loss is awaited for three of them"
         )
     model = args.model or (cached_fixture(layers=7) if args.quick else cached_fixture("mixed"))
-    artifact = Artifact.open(model)
+    artifact = whole_model(model)
     split = tuple(map(str, asked_split(args.split, artifact.hp.n_layers)))
     scenario = Scenario(split=split, n_vocab=artifact.hp.n_vocab, heartbeat=args.heartbeat)
     return Drill(plan(scenario, faults, args.quick), model, artifact.identity)

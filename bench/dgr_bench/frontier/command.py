@@ -27,7 +27,7 @@ from typing import Any, ClassVar
 
 from attrs import frozen
 
-from dgr import Artifact, Numerics
+from dgr import Numerics
 from dgr.core.host import available_memory
 from dgr.core.units import human_bytes
 from dgr.engine.llama import estimate_memory
@@ -40,7 +40,7 @@ from dgr_bench.frontier.metrics import GOAL, SUBJECTS, FrontierPlan, checks, met
 from dgr_bench.plots import Plot
 from dgr_bench.reports import Section
 from dgr_bench.results import Kind, Result
-from dgr_bench.subjects import asked_split
+from dgr_bench.subjects import asked_split, whole_model
 from dgr_bench.upstream.programs import add_program_argument, find_program
 from dgr_bench.verdicts import Check
 
@@ -175,7 +175,7 @@ def _check_memory(job: FrontierJob) -> None:
 
 
 def _frontier(args: argparse.Namespace) -> Frontier:
-    artifact = Artifact.open(args.model or cached_fixture("mixed"))
+    artifact = whole_model(args.model or cached_fixture("mixed"))
     plan = _plan(args, artifact.hp.n_layers)
     _check_memory(FrontierJob(plan, artifact))
     return Frontier(

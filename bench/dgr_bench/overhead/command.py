@@ -26,7 +26,7 @@ from typing import Any, ClassVar
 
 from attrs import frozen
 
-from dgr import Artifact, ContextParams
+from dgr import ContextParams
 from dgr.engine.budget import available_cpus
 from dgr.errors import InputError
 from dgr.selftest.chain import cut_at
@@ -39,6 +39,7 @@ from dgr_bench.overhead.ratios import Comparison, Ratios
 from dgr_bench.plots import Plot
 from dgr_bench.reports import Section
 from dgr_bench.results import Kind, Result
+from dgr_bench.subjects import whole_model
 from dgr_bench.upstream.programs import add_program_argument, find_program
 from dgr_bench.verdicts import Check
 
@@ -117,7 +118,7 @@ def _check_arguments(args: argparse.Namespace) -> None:
 def _overhead(args: argparse.Namespace) -> Overhead:
     _check_arguments(args)
     model = Path(args.model or cached_fixture("mixed", preset=None if args.quick else "big"))
-    artifact = Artifact.open(model)
+    artifact = whole_model(model)
     settings, n_layers = ContextParams(), artifact.hp.n_layers
     plan = OverheadPlan(
         name="overhead, quick" if args.quick else "overhead",

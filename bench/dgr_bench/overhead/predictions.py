@@ -50,6 +50,7 @@ from dgr_bench.plots import BLUE, GREY, RED, Axes, Plot
 from dgr_bench.quartiles import Quartiles, quartiles_of
 from dgr_bench.reports import Section, table
 from dgr_bench.results import Kind, Result
+from dgr_bench.subjects import whole_model
 from dgr_bench.verdicts import Check, judge
 
 #: Figures of a route, and what they are of; seconds that are predicted, and measured.
@@ -298,7 +299,7 @@ def _predictions(args: argparse.Namespace) -> Predictions:
     if cpus < 2:
         raise InputError(f"this process may use {cpus} CPU; two stage processes of one thread each need 2")
     model = Path(args.model or cached_fixture("mixed", preset=None if args.quick else "big"))
-    artifact = Artifact.open(model)
+    artifact = whole_model(model)
     n_layers = artifact.hp.n_layers
     cuts = [n_layers // 2] if args.quick else [n_layers // 4, n_layers // 2, 3 * n_layers // 4]
     plan = PredictionsPlan(

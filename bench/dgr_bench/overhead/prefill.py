@@ -36,7 +36,7 @@ from dgr_bench.plots import BLUE, Axes, Plot
 from dgr_bench.quartiles import Quartiles, quartiles_of
 from dgr_bench.reports import Section, table
 from dgr_bench.results import Kind, Result
-from dgr_bench.subjects import Stages, open_stages
+from dgr_bench.subjects import Stages, open_stages, whole_model
 from dgr_bench.verdicts import Check, Goal, judge
 
 #: Of the time that a prefill takes, over fill and slowest stage.
@@ -232,7 +232,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _prefill(args: argparse.Namespace) -> Prefill:
     model = Path(args.model or cached_fixture("mixed", preset=None if args.quick else "big"))
-    artifact = Artifact.open(model)
+    artifact = whole_model(model)
     n_layers = artifact.hp.n_layers
     if not 1 <= args.stages <= n_layers:
         raise InputError(f"--stages {args.stages}: give 1 to {n_layers}, the layers of {model.name}")

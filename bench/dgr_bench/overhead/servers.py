@@ -23,7 +23,7 @@ import msgspec
 import trio
 from attrs import frozen
 
-from dgr import Artifact, ContextParams, Numerics
+from dgr import ContextParams, Numerics
 from dgr.cli.children import python_module, spelled_out
 from dgr.engine.budget import available_cpus
 from dgr.engine.native import build_info
@@ -36,6 +36,7 @@ from dgr_bench.overhead.ratios import Comparison, Ratios, Sides
 from dgr_bench.plots import Plot
 from dgr_bench.reports import Section
 from dgr_bench.results import Kind, Result
+from dgr_bench.subjects import whole_model
 from dgr_bench.upstream.llama_server import LlamaServer
 from dgr_bench.upstream.programs import add_program_argument, find_program
 from dgr_bench.verdicts import Check, Goal
@@ -169,7 +170,7 @@ def _servers(args: argparse.Namespace) -> Servers:
     if cpus < 2:
         raise InputError(f"this process may use {cpus} CPU; two stages of one thread each need 2")
     model = Path(args.model or cached_fixture("mixed", preset=None if args.quick else "big"))
-    artifact = Artifact.open(model)
+    artifact = whole_model(model)
     plan = ServersPlan(
         name="servers, quick" if args.quick else "servers",
         clients=(1, 2) if args.quick else (1, 4, 8),

@@ -36,7 +36,7 @@ import msgspec
 import trio
 from attrs import frozen
 
-from dgr import Artifact, ContextParams, LinkPolicy, LlamaEngine, Numerics, Pipeline, open_pipeline, open_pipeline_on
+from dgr import ContextParams, LinkPolicy, LlamaEngine, Numerics, Pipeline, open_pipeline, open_pipeline_on
 from dgr.cluster.connect import RemoteConnector
 from dgr.core.values import LogitsWanted
 from dgr.engine.base import Work
@@ -52,6 +52,7 @@ from dgr_bench.plots import Plot
 from dgr_bench.quartiles import Quartiles, quartiles_of
 from dgr_bench.reports import Section, table
 from dgr_bench.results import Kind, Result
+from dgr_bench.subjects import whole_model
 from dgr_bench.verdicts import Check, Goal, judge
 
 #: Tokens of a session's prompt.
@@ -398,7 +399,7 @@ def _sessions(args: argparse.Namespace) -> Sessions:
     if cpus < 2:
         raise InputError(f"this process may use {cpus} CPU; two stages of one thread each need 2")
     model = Path(args.model or cached_fixture("mixed", preset=None if args.quick else "big"))
-    artifact = Artifact.open(model)
+    artifact = whole_model(model)
     n_layers = artifact.hp.n_layers
     plan = SessionsPlan(
         name="sessions, quick" if args.quick else "sessions",

@@ -25,7 +25,7 @@ from typing import Any, ClassVar, TypeAlias
 import msgspec
 from attrs import frozen
 
-from dgr import Artifact, Pipeline, open_pipeline_on
+from dgr import Pipeline, open_pipeline_on
 from dgr.cluster.connect import LinkPolicy, RemoteConnector
 from dgr.core.values import ContextParams, Numerics, Wire
 from dgr.errors import InputError
@@ -38,7 +38,7 @@ from dgr_bench.plots import BLUE, GREY, Axes, Plot
 from dgr_bench.quartiles import Quartiles, quartiles_of
 from dgr_bench.reports import Section, table
 from dgr_bench.results import Kind, Result
-from dgr_bench.subjects import PATIENCE
+from dgr_bench.subjects import PATIENCE, whole_model
 from dgr_bench.verdicts import Check, Tally
 
 #: Megabits a second.
@@ -228,7 +228,7 @@ def _wires(args: argparse.Namespace) -> Wires:
     model = Path(
         args.model or (cached_fixture(layers=7) if args.quick else cached_fixture("mixed", preset="flash", layers=4))
     )
-    artifact = Artifact.open(model)
+    artifact = whole_model(model)
     n_layers = artifact.hp.n_layers
     half = max(2, n_layers // 2)
     plan = WiresPlan(

@@ -32,8 +32,8 @@ from typing import Any, ClassVar
 import msgspec
 from attrs import frozen
 
-from dgr import Artifact
 from dgr.engine.budget import available_cpus
+from dgr.engine.native import build_info
 from dgr.errors import InputError
 from dgr.selftest.chain import cut_at
 from dgr.selftest.fixture.cached import cached_fixture
@@ -43,7 +43,8 @@ from dgr_bench.plots import BLUE, GREY, Axes, Plot
 from dgr_bench.quartiles import Quartiles, quartiles_of
 from dgr_bench.reports import Section, table
 from dgr_bench.results import Kind, Result
-from dgr_bench.upstream.programs import add_program_argument, find_program
+from dgr_bench.subjects import whole_model
+from dgr_bench.upstream.programs import add_program_argument, bench_beside, check_pin, find_program
 from dgr_bench.verdicts import Check, Goal, Tally
 
 _FULL: dict[str, Any] = {"prefill": 512, "decode": 32, "rounds": 5, "contexts": (0, 512, 1024)}
@@ -230,7 +231,7 @@ def _peers(args: argparse.Namespace) -> Peers:
     if not 2 <= args.processes <= cpus:
         raise InputError(f"--processes {args.processes}: give 2 to {cpus}, the CPUs this process may use")
     model = Path(args.model or (cached_fixture(layers=7) if args.quick else cached_fixture("mixed", preset="big")))
-    artifact = Artifact.open(model)
+    artifact = whole_model(model)
     n_layers = artifact.hp.n_layers
     cuts = [n_layers * index // args.processes for index in range(1, args.processes)]
     delays = tuple(sorted({0.0, *args.delays}))
@@ -244,7 +245,10 @@ def _peers(args: argparse.Namespace) -> Peers:
         # The small model is all overhead: --quick shows that everything runs.
         goals={} if args.quick else {name: str(goal) for name, goal in _GOALS.items() if name in rows},
     )
-    return Peers(plan, model, artifact.identity, find_program("rpc-server", args.rpc_server))
+    rpc_server = find_program("rpc-server", args.rpc_server)
+    # The server itself tells no commit; the llama-bench that was built with it does.
+    check_pin(bench_beside(rpc_server), "rpc-server", build_info()["llama_cpp_commit"])
+    return Peers(plan, model, artifact.identity, rpc_server)
 
 
 _HELP = "dgr over processes against llama.cpp's RPC backend: speed, bytes, delays, a killed process"

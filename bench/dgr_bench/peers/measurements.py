@@ -21,9 +21,10 @@ from dgr.engine.native import build_info
 from dgr.selftest.chain import some_tokens
 from dgr.testing.network.processes import Program, open_up, write_route
 from dgr.testing.network.proxy import FaultyProxy, open_proxies, open_proxy
-from dgr_bench.peers.rpc import RpcBench, Server, bench_beside, open_servers
+from dgr_bench.peers.rpc import RpcBench, Server, open_servers
 from dgr_bench.subjects import PATIENCE
 from dgr_bench.upstream.llama_bench import LlamaBench
+from dgr_bench.upstream.programs import bench_beside
 
 #: Tokens of an answer in which a stage is killed, and how many of them come before it.
 _KILL_ANSWER, _KILL_AFTER = 16, 6

@@ -28,16 +28,6 @@ _LAST_WORDS = 300
 _ALL_LAYERS = 999
 
 
-def bench_beside(rpc_server: Path) -> Path:
-    """The llama-bench that was built with a server. Raises :class:`~dgr.errors.InputError`."""
-    found = rpc_server.with_name("llama-bench")
-    if not found.is_file():
-        raise InputError(
-            f"there is no llama-bench beside {rpc_server}; one with the RPC backend is built with the server"
-        )
-    return found
-
-
 @frozen
 class RpcBench(LlamaBench):
     """llama-bench on servers of the RPC backend; it holds no layer itself."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -15,12 +14,11 @@ from dgr.core.values import ContextParams
 from dgr.errors import EngineError, InputError
 from dgr.testing.network.processes import free_ports
 from dgr.wire.nurseries import open_nursery
-from dgr_bench.upstream.programs import refuse_other_pin
+from dgr_bench.upstream.programs import commit_told, refuse_other_pin
 
 __all__ = ["LlamaServer"]
 
 _PROGRAM = "llama-server"
-_COMMIT = re.compile(r"commit ([0-9a-f]{7,40})")
 #: Seconds for it to load a model.
 _START = 600.0
 #: Characters of the end of what it said that an error repeats.
@@ -93,8 +91,7 @@ class LlamaServer:
             raise InputError(
                 f"cannot run {self.binary}: {error.strerror or error}; name another with --{_PROGRAM}"
             ) from error
-        found = _COMMIT.search((told.stdout + told.stderr).decode(errors="replace"))
-        refuse_other_pin(self.binary, _PROGRAM, "" if found is None else found[1], self.commit)
+        refuse_other_pin(self.binary, _PROGRAM, commit_told(told.stdout + told.stderr), self.commit)
 
 
 async def _listen(process: trio.Process, said: bytearray) -> None:

@@ -59,7 +59,8 @@ def _roofs(roofs: Mapping[str, float], plan: WidthsPlan) -> str:
         for kind, rate in roofs.items()
         if kind in names
     ]
-    return table((f"{plan.threads} thread{'s' * (plan.threads > 1)}", "unit", "at best"), rows)
+    limits = table((f"{plan.threads} thread{'s' * (plan.threads > 1)}", "unit", "at best"), rows)
+    return f"{limits}\n\nMemory is read and written in buffers of {human_bytes(plan.roof_bytes)} in all."
 
 
 def _share(row: Mapping[str, Any]) -> tuple[str, str, str]:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from enum import Enum
 from typing import Any
 
@@ -11,7 +12,7 @@ import msgspec
 
 from dgr.errors import ContextLimitExceeded, DgrError, InputError, NonFinite, NotServing, QueueFull, RequestTimedOut
 
-__all__ = ["ApiError", "ErrorShape", "api_error", "not_text", "nothing_to_answer", "overlong"]
+__all__ = ["ApiError", "ErrorShape", "api_error", "naming", "not_text", "nothing_to_answer", "overlong"]
 
 _OVERLONG = "context_length_exceeded"
 
@@ -121,6 +122,15 @@ def api_error(error: DgrError) -> ApiError:
             return ApiError(500, message, kind="server_error", code="non_finite")
         case _:
             return ApiError(500, message, kind="server_error", code="internal_error")
+
+
+@contextmanager
+def naming(param: str, before: str = "") -> Iterator[None]:
+    """Bad input within is a 400 that names a field. Raises :class:`ApiError`. ``before``: what its message begins with."""
+    try:
+        yield
+    except InputError as error:
+        raise ApiError(400, f"{before}{error}", param=param, code="invalid_value") from error
 
 
 def overlong(n_prompt: int, n_answer: int | None, n_ctx: int, *, at_least: bool = False) -> ApiError:

@@ -76,7 +76,7 @@ class Fields(Struct, kw_only=True):
     min_tokens: Count | None = None
     ignore_eos: bool | None = None
     stop_token_ids: list[Count] | None = None
-    seed: Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)] | None = None
+    seed: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
     temperature: Annotated[float, Meta(ge=0, le=100)] | None = None
     top_p: Annotated[float, Meta(gt=0, le=1)] | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
@@ -139,9 +139,14 @@ class Fields(Struct, kw_only=True):
             top_logprobs=_CANDIDATES if self.wants_logprobs else 0,
         )
 
+    def name_of(self, parameter: str) -> str:
+        """The field that gave a parameter of :class:`~dgr.core.values.SamplingParams`."""
+        by_other_name = parameter == "repeat_penalty" and self.repeat_penalty is None
+        return "repetition_penalty" if by_other_name else parameter
+
     def seed_or_random(self) -> int:
-        """The client's seed as the sampler takes it, or a random one."""
-        return secrets.randbits(63) if self.seed is None else self.seed & (2**63 - 1)
+        """The client's seed, or a random one."""
+        return secrets.randbits(63) if self.seed is None else self.seed
 
 
 class ChoicesFields(Fields, kw_only=True):

@@ -9,7 +9,8 @@ from typing import Any
 
 import msgspec
 
-from dgr.serving.api.errors import ApiError
+from dgr.core.arguments import token_ids
+from dgr.serving.api.errors import ApiError, naming
 from dgr.serving.api.fields import ChatFields, ChoicesFields, CompletionFields, read_fields
 from dgr.serving.api.prompts import chat_prompt, refuse_beyond
 from dgr.serving.engine import Phase
@@ -170,7 +171,8 @@ class Completions(GeneratingEndpoint):
                 refuse_beyond(each, vocabulary, self.service.n_ctx)
                 prompts.append((*bos, *vocabulary.encode(each)))
             elif isinstance(each, list) and each:
-                prompts.append(tuple(each))
+                with naming("prompt"):
+                    prompts.append(tuple(token_ids("prompt", each, self.service.engine.pipeline.n_vocab)))
             else:
                 message = (
                     "prompt: give a text, token ids, or a list of texts or of lists of token ids; none of them empty"

@@ -17,9 +17,9 @@ from attrs import define, frozen
 
 from dgr.client.tracing import RequestTrace
 from dgr.core.log_fields import log_fields
-from dgr.core.values import SamplingParams
 from dgr.errors import DgrError
-from dgr.serving.api.errors import ApiError, ErrorShape, api_error, overlong
+from dgr.protocol.sampling import sampling_problem
+from dgr.serving.api.errors import ApiError, ErrorShape, api_error, naming, overlong
 from dgr.serving.api.fields import Fields, decode_body
 from dgr.serving.api.prompts import ChatPrompt
 from dgr.serving.engine import Answer, Job, Phase
@@ -164,9 +164,13 @@ class GeneratingEndpoint(Endpoint):
     @asynccontextmanager
     async def _admitted(self, plan: Plan, trace: RequestTrace | None) -> AsyncIterator[list[Running]]:
         """Every answer in the line, or none."""
+        jobs, line = self._jobs(plan), self.service.engine.line
+        param = "n" if plan.fields.choices > 1 else "prompt"
+        with naming(param, f"{param}: "):
+            line.refuse_more_than_ever_fits([len(job.prompt) for job in jobs])
         async with AsyncExitStack() as stack:
             running = []
-            for index, job in enumerate(self._jobs(plan)):
+            for index, job in enumerate(jobs):
                 answer = await stack.enter_async_context(self.service.engine.admit(job, trace=trace))
                 running.append(Running(answer, plan.replies(index), []))
             yield running
@@ -190,7 +194,10 @@ class GeneratingEndpoint(Endpoint):
                 raise overlong(len(prompt), most if plan.fields.most_tokens is not None else None, n_ctx)
             shared = SharedPrompt() if fields.choices > 1 else None
             for choice in range(fields.choices):
-                sampling: SamplingParams = fields.sampling(seed, choice)
+                sampling = fields.sampling(seed, choice)
+                problem = sampling_problem(sampling, self.service.engine.pipeline.n_vocab)
+                if problem is not None:  # it begins with the parameter's name
+                    raise ApiError(400, problem, param=fields.name_of(problem.split()[0]), code="invalid_value")
                 jobs.append(Job(prompt, most, sampling, stop, least, seeded=fields.seed is not None, shared=shared))
         return jobs
 

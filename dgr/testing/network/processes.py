@@ -58,7 +58,8 @@ def write_route(
     """
     if addresses is None:
         addresses = [f"127.0.0.1:{port}" for port in free_ports(len(split))]
-    lines = [f"model = {json.dumps(str(model))}", "", "[context]"]
+    # A route file's paths are relative to it, those of a caller to where the caller is.
+    lines = [f"model = {json.dumps(str(Path(model).absolute()))}", "", "[context]"]
     lines += [f"{name} = {json.dumps(value)}" for name, value in context.items()]
     for address, layers in zip(addresses, split, strict=True):
         lines += ["", "[[stage]]", f'address = "{address}"', f'layers = "{layers}"']

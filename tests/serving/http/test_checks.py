@@ -593,10 +593,39 @@ async def test_33_several_choices_are_drawn_apart_and_their_prompt_is_counted_on
 
 
 async def test_37_several_choices_are_admitted_together_or_not_at_all(serve: Callable[..., Any]) -> None:
-    async with serve(sessions=1, limits=ServingLimits(max_waiting=1)) as server:
+    async with serve(sessions=1, limits=ServingLimits(max_waiting=2)) as server, trio.open_nursery() as nursery:
+        server.model.hold()
+        nursery.start_soon(server.chat, "abc")
+        await until(lambda: server.engine.line.running == 1)
         assert (await server.chat("abc", n=3)).status == 429
-        assert (server.engine.line.running, server.engine.line.waiting) == (0, 0)
-        assert (await server.chat("abc", n=2)).status == 200
+        assert (server.engine.line.running, server.engine.line.waiting) == (1, 0)
+        server.model.release()
+        await until(lambda: server.engine.line.running == 0)
+        assert (await server.chat("abc", n=3)).status == 200
+
+
+@pytest.mark.parametrize(
+    ("limits", "fields", "param", "said"),
+    [
+        ({"max_waiting": 1}, {"prompt": "ab", "n": 3}, "n", "3 choices are asked for at once, and 2 are the most"),
+        (
+            {"max_waiting": 1},
+            {"prompt": ["a", "b", "c"]},
+            "prompt",
+            "3 choices are asked for at once, and 2 are the most",
+        ),
+        ({"max_waiting_tokens": 5}, {"prompt": "ab", "n": 3}, "n", "6 prompt tokens, of which 5 may wait"),
+    ],
+)
+async def test_37_what_can_never_fit_is_not_told_to_come_again(
+    serve: Callable[..., Any], limits: dict[str, int], fields: dict[str, Any], param: str, said: str
+) -> None:
+    async with serve(sessions=1, limits=ServingLimits(**limits)) as server:
+        for stream in (False, True):
+            reply = await server.ask("POST", "/v1/completions", {**fields, "stream": stream})
+            assert (reply.status, reply.error["param"]) == (400, param)
+            assert said in reply.error["message"]
+        assert (await server.ask("POST", "/v1/completions", {"prompt": ["a", "b"]})).status == 200
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
@@ -658,6 +687,9 @@ async def test_36_what_load_clients_send_is_honoured_and_the_unknown_is_ignored(
             "messages[0].content",
         ),
         ({"min_tokens": 9, "max_tokens": 3}, "min_tokens"),
+        ({"seed": -1}, "seed"),
+        ({"top_p": 1e-60}, "top_p"),  # nothing is left of it as a float32
+        ({"repetition_penalty": 1e-60}, "repetition_penalty"),
     ],
 )
 async def test_36_a_wrong_value_is_refused_by_name(
@@ -667,6 +699,14 @@ async def test_36_a_wrong_value_is_refused_by_name(
         reply = await server.chat("hi", **fields)
         assert (reply.status, reply.error["param"]) == (400, param)
         assert not server.model.seen
+
+
+async def test_36_token_ids_of_no_vocabulary_are_refused_by_name(serve: Callable[..., Any]) -> None:
+    async with serve() as server:
+        for prompt in ([97, 10**6], [[97], [-1]]):
+            reply = await server.ask("POST", "/v1/completions", {"prompt": prompt})
+            assert (reply.status, reply.error["param"]) == (400, "prompt")
+            assert "outside the vocabulary" in reply.error["message"]
 
 
 # --- queue and cache ---
