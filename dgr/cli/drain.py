@@ -9,12 +9,16 @@ import trio
 
 from dgr.cli.options import add_link_arguments, link_policy_of
 from dgr.cli.streams import print_json
+from dgr.cluster.diagnosis import next_step
 from dgr.cluster.occupancy import drain, take_back
 from dgr.cluster.route_file import read_route_file
-from dgr.errors import InputError
+from dgr.errors import FrameError, InputError, LinkBroken
 from dgr.wire.frames import Occupancy
 
 __all__ = ["register", "run"]
+
+#: Where none were given.
+_CREDENTIALS = "; a stage over TLS is asked with --route TOML, or with --tls-ca, --tls-cert and --tls-key"
 
 
 def register(subparsers: argparse._SubParsersAction[Any]) -> None:
@@ -64,10 +68,16 @@ def run(args: argparse.Namespace) -> int:
             print(f"stage {args.address} is drained: no session is left", flush=True)
 
     async def go() -> None:
-        if args.undo:
-            tell(await take_back(args.address, policy))
-        else:
-            await drain(args.address, policy, seconds=args.timeout, idle=args.idle, tell=tell)
+        try:
+            if args.undo:
+                tell(await take_back(args.address, policy))
+            else:
+                await drain(args.address, policy, seconds=args.timeout, idle=args.idle, tell=tell)
+        except (FrameError, LinkBroken) as error:
+            if policy.credentials is not None:
+                raise
+            step = await next_step(args.address, error, None, own_is_bad=False)
+            raise type(error)(f"{error}; {step}{_CREDENTIALS}") from error
 
     trio.run(go)
     return 0
