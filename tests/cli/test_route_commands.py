@@ -353,6 +353,8 @@ def test_doctor_speaking_plainly_to_a_tls_stage(
     found = problem(run, route_file([stage.ref]))
     assert found["where"] == f"stage {stage.address}"
     assert "something listens there and ended the link: it may want TLS" in found["next_step"]
+    plain = run("drain", stage.address)
+    assert (plain.code, "it may want TLS" in plain.err, "--route TOML takes" in plain.err) == (1, True, True)
     client = tuple(tmp_path / "keys" / name for name in ("ca.pem", "client.pem", "client.key"))
     path = route_file([stage.ref], tls=client, model=small)
     healthy(run, path)

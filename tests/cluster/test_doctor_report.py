@@ -254,6 +254,7 @@ async def test_advice_on_a_stages_certificate_goes_by_what_is_wrong(
         report = await doctor.examine(file_of(hosts.route([whole])), authority.policy("client"))
         (problem,) = report.problems
         assert problem.next_step.startswith(next_step)
+        assert ("certificates of one CA" in problem.what) == (not names)  # said where it is the CA
 
 
 async def test_advice_on_a_link_that_ends_goes_by_whether_anything_listens(authority: Authority) -> None:

@@ -330,9 +330,9 @@ async def test_what_is_refused_for_a_drained_stage_is_refused_before_a_stream_be
             assert (reply.status, reply.headers["retry-after"]) == (503, "1")
             assert "stage stage-2 (layers 2:3) is being drained, and it has no spare" in reply.error["message"]
         ready = await server.ask("GET", "/ready")
-        assert (ready.status, ready.json["route"]) == (503, "live")
-        assert "stage-2" in ready.json["reason"]
-        told = (await server.ask("GET", "/status")).json
+        assert (ready.status, ready.json()["route"]) == (503, "live")
+        assert "stage-2" in ready.json()["reason"]
+        told = (await server.ask("GET", "/status")).json()
         assert (told["ready"], [stage["load"]["ready"] for stage in told["stages"]]) == (False, [True, True, False])
 
 
