@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-__all__ = ["one_line", "printable", "utf8"]
+__all__ = ["one_line", "printable", "reason_of", "utf8"]
 
 #: What a terminal acts upon (C0, DEL, C1), what breaks a line, what turns the reading direction around, and surrogates.
 _UNFIT = r"\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u2028\u2029\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff"
@@ -30,3 +30,8 @@ def printable(text: str) -> str:
 def utf8(text: str) -> str:
     r"""The text with lone surrogates as ``\udcff``, so that UTF-8 and JSON can carry it; all else as it is."""
     return _SURROGATE.sub(_escaped, text)
+
+
+def reason_of(error: BaseException) -> str:
+    """What an error says, or else what it came of; where neither says anything, the name of the latter's class."""
+    return str(error) or str(error.__cause__ or "") or type(error.__cause__ or error).__name__

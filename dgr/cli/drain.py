@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import socket
 from typing import Any
 
 import trio
 
 from dgr.cli.options import add_link_arguments, link_policy_of
 from dgr.cli.streams import print_json
+from dgr.cluster.diagnosis import causes, next_step
 from dgr.cluster.occupancy import drain, take_back
 from dgr.cluster.route_file import read_route_file
-from dgr.errors import InputError
+from dgr.errors import FrameError, InputError, LinkBroken
 from dgr.wire.frames import Occupancy
 
 __all__ = ["register", "run"]
+
+#: What no credentials help against.
+_NOBODY = (ConnectionRefusedError, socket.gaierror)
 
 
 def register(subparsers: argparse._SubParsersAction[Any]) -> None:
@@ -64,10 +69,16 @@ def run(args: argparse.Namespace) -> int:
             print(f"stage {args.address} is drained: no session is left", flush=True)
 
     async def go() -> None:
-        if args.undo:
-            tell(await take_back(args.address, policy))
-        else:
-            await drain(args.address, policy, seconds=args.timeout, idle=args.idle, tell=tell)
+        try:
+            if args.undo:
+                tell(await take_back(args.address, policy))
+            else:
+                await drain(args.address, policy, seconds=args.timeout, idle=args.idle, tell=tell)
+        except (FrameError, LinkBroken) as error:
+            if policy.credentials is not None or any(isinstance(one, _NOBODY) for one in causes(error)):
+                raise
+            step = await next_step(args.address, error, None, own_is_bad=False)
+            raise type(error)(f"{error}; {step}; --route TOML takes those of a route file") from error
 
     trio.run(go)
     return 0

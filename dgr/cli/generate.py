@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import math
 import sys
-from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from contextlib import AsyncExitStack
+from functools import partial
 from typing import Any
 
 import attrs
@@ -14,7 +14,7 @@ import msgspec
 import trio
 
 from dgr.cli.options import add_link_arguments, add_model_arguments, placement_of
-from dgr.cli.pipelines import add_route_argument, open_either
+from dgr.cli.pipelines import add_route_argument, check_wait, enter_waiting, open_either
 from dgr.cli.progress import Activity, progress_bar, say_above
 from dgr.cli.streams import print_json, read_prompt
 from dgr.client.events import Event, PrefillProgress, RouteChanged, drain
@@ -24,7 +24,6 @@ from dgr.cluster.local import open_pipeline
 from dgr.core.arguments import check_whole
 from dgr.core.units import human_bytes
 from dgr.core.values import SamplingParams, Wire
-from dgr.errors import InputError, WireError
 from dgr.protocol.sampling import check_sampling
 from dgr.stage.shard import Shard
 from dgr.wire.nurseries import open_nursery
@@ -81,21 +80,6 @@ def run(args: argparse.Namespace) -> int:
     return trio.run(_generate, args, read_prompt(args.prompt))
 
 
-def _open(args: argparse.Namespace, shards: list[Shard]) -> AbstractAsyncContextManager[Pipeline]:
-    if args.route is None and args.wait is not None:
-        raise InputError("--wait is for stages elsewhere: give --route with it")
-    own = _OF_THE_COMPARISON if args.verify else ()
-    return open_either(args, shards.append, timeouts=_timeouts(args.wait), own=own)
-
-
-def _timeouts(wait: float | None) -> Timeouts:
-    if wait is None:
-        return Timeouts()
-    if not 0 < wait < math.inf:
-        raise InputError(f"--wait is {wait:g} seconds; give a number above 0")
-    return Timeouts(route=wait)
-
-
 def _sampling(args: argparse.Namespace) -> SamplingParams:
     return SamplingParams(
         temperature=args.temp,
@@ -107,25 +91,15 @@ def _sampling(args: argparse.Namespace) -> SamplingParams:
     )
 
 
-async def _enter(stack: AsyncExitStack, args: argparse.Namespace, shards: list[Shard]) -> Pipeline:
-    """Open the pipeline; with ``--wait``, try until then to reach stages that are not up yet."""
-    deadline = trio.current_time() + (args.wait or 0.0)
-    pause = 0.05
-    while True:
-        try:
-            return await stack.enter_async_context(_open(args, shards))
-        except WireError:
-            if trio.current_time() + pause > deadline:
-                raise
-        await trio.sleep(pause)
-        pause = min(2 * pause, 0.5)
-
-
 async def _generate(args: argparse.Namespace, prompt: str) -> int:
     shards: list[Shard] = []
+    check_wait(args.wait, has_route=args.route is not None)
+    timeouts = Timeouts() if args.wait is None else Timeouts(route=args.wait)
     async with AsyncExitStack() as stack:
         with progress_bar("opening the stages"):
-            pipeline = await _enter(stack, args, shards)
+            own = _OF_THE_COMPARISON if args.verify else ()
+            opened = partial(open_either, args, shards.append, timeouts=timeouts, own=own)
+            pipeline = await enter_waiting(stack, opened, args.wait)
         stages = [_stage(shard) for shard in shards] if shards else _remote_stages(pipeline)
         if not args.json:
             _print_stages(stages)

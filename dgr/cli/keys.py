@@ -68,7 +68,7 @@ def make_keys(folder: Path, hosts: list[str], days: int) -> list[Path]:
     try:
         from cryptography.hazmat.primitives.asymmetric import ec
     except ImportError as error:
-        raise InputError("dgr keys needs the extra 'keys': pip install 'dgr[keys]'") from error
+        raise InputError("dgr keys needs the extra 'keys': pip install '.[keys]' in its checkout") from error
     for host in hosts:
         if not _is_host(host) or host == "ca":
             raise InputError(

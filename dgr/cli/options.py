@@ -234,7 +234,8 @@ def require_extra(what: str, extra: str, modules: Sequence[str]) -> None:
     """Refuse what needs modules of an extra that is not installed. Raises :class:`~dgr.errors.InputError`."""
     if missing := [name for name in modules if _lacks(name)]:
         raise InputError(
-            f"{what} needs {', '.join(missing)}: install dgr with its extra `{extra}` (pip install 'dgr[{extra}]')"
+            f"{what} needs {', '.join(missing)}: install dgr with its extra `{extra}`"
+            f" (pip install '.[{extra}]' in its checkout)"
         )
 
 

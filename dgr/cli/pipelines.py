@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Collection
-from contextlib import AbstractAsyncContextManager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+
+import trio
 
 from dgr.cli.options import context_of, link_policy_of, placement_of, stage_flags
 from dgr.client.pipeline import Pipeline, Timeouts
 from dgr.cluster.connect import open_route
 from dgr.cluster.local import open_pipeline
 from dgr.cluster.route_file import RouteFile, read_route_file
-from dgr.errors import InputError
+from dgr.errors import InputError, WireError
 from dgr.stage.shard import Shard
 
-__all__ = ["add_route_argument", "open_either", "open_local", "route_of"]
+__all__ = ["add_route_argument", "check_wait", "enter_waiting", "open_either", "open_local", "route_of"]
 
 
 def add_route_argument(parser: argparse.ArgumentParser) -> None:
@@ -22,6 +25,32 @@ def add_route_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--route", metavar="TOML", help="use the stages of a route file instead of stages in this process"
     )
+
+
+def check_wait(seconds: float | None, *, has_route: bool) -> None:
+    """Refuse a ``--wait`` that cannot be. Raises :class:`~dgr.errors.InputError`."""
+    if seconds is None:
+        return
+    if not has_route:
+        raise InputError("--wait is for stages elsewhere: give --route with it")
+    if not 0 < seconds < math.inf:
+        raise InputError(f"--wait is {seconds:g} seconds; give a number above 0")
+
+
+async def enter_waiting(
+    stack: AsyncExitStack, opened: Callable[[], AbstractAsyncContextManager[Pipeline]], seconds: float | None
+) -> Pipeline:
+    """Open a pipeline; try for so many ``seconds`` to reach stages that are not up yet. Raises what opening it raises."""
+    deadline = trio.current_time() + (seconds or 0.0)
+    pause = 0.05
+    while True:
+        try:
+            return await stack.enter_async_context(opened())
+        except WireError:
+            if trio.current_time() + pause > deadline:
+                raise
+        await trio.sleep(pause)
+        pause = min(2 * pause, 0.5)
 
 
 def open_local(

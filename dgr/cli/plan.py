@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import re
 from collections.abc import Callable
 from functools import partial
@@ -32,6 +33,8 @@ from dgr.errors import InputError
 from dgr.v4.state_map import ContextShape
 
 __all__ = ["register", "run"]
+
+_log = logging.getLogger("dgr.plan")
 
 _DEFAULTS = ContextParams()
 _FIRST_PORT = 7701
@@ -191,6 +194,13 @@ def _pace(args: argparse.Namespace, artifact: Artifact, paths: list[str], n_stag
     for path, speed in zip(paths, speeds, strict=True):
         if speed.numerics != args.numerics:
             raise InputError(f"{path} was measured with {speed.numerics} numerics; the plan is for {args.numerics}")
+    least, path = min((speed.decode[-1].sequences, path) for path, speed in zip(paths, speeds, strict=True))
+    if least < args.sessions:
+        _log.warning(
+            "%s was measured with at most %d sequences; what is predicted for %d sessions goes on beyond that in a straight"
+            " line: measure with dgr benchmark --sequences 1,2,…,%d",
+            path, least, args.sessions, args.sessions,
+        )  # fmt: skip
     hops = [_hop(text) for text in _listed(args.hops) or [_HOP]]
     if len(hops) not in (1, n_stages + 1):
         raise InputError(

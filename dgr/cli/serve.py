@@ -17,7 +17,7 @@ import trio
 from dgr.artifact.artifact import Artifact
 from dgr.cli.notify import Notifier, open_notifier
 from dgr.cli.options import add_link_arguments, add_model_arguments, link_policy_of, require_extra
-from dgr.cli.pipelines import add_route_argument, open_local, route_of
+from dgr.cli.pipelines import add_route_argument, check_wait, enter_waiting, open_local, route_of
 from dgr.cli.progress import progress_bar
 from dgr.cli.streams import print_json, until_input_ends
 from dgr.client.pipeline import Pipeline, Timeouts
@@ -60,6 +60,12 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
     add_route_argument(parser)
     parser.add_argument(
         "--follow", action="store_true", help="with --route: read the file again and again, and go where it says"
+    )
+    parser.add_argument(
+        "--wait",
+        type=float,
+        metavar="SECONDS",
+        help="with --route: wait so long for stages that are not up yet (default: one that is not there ends the command)",
     )
     parser.add_argument(
         "--listen", default="127.0.0.1:8000", metavar="HOST:PORT", help="where (default: 127.0.0.1:8000)"
@@ -176,7 +182,8 @@ async def _serve(args: argparse.Namespace) -> None:
     from dgr.serving.http.service import Service
 
     shards: list[Shard] = []
-    path, credentials, opening, followed = _pipeline(args, shards.append)
+    check_wait(args.wait, has_route=args.route is not None)
+    path, credentials, opened, followed = _pipeline(args, shards.append)
     limits = ServingLimits(
         sessions=args.sessions,
         prefixes=args.prefixes,
@@ -198,7 +205,7 @@ async def _serve(args: argparse.Namespace) -> None:
             manager = await stack.enter_async_context(open_notifier(f"opening the stages of {options.model}"))
             vocabulary = stack.enter_context(LlamaVocabulary(artifact))
             with progress_bar("opening the stages"):
-                pipeline = await stack.enter_async_context(opening)
+                pipeline = await enter_waiting(stack, opened, args.wait)
             engine = await stack.enter_async_context(open_serving(pipeline, limits))
             words = ServingVocabulary.of_model(vocabulary, artifact)
             service = await trio.to_thread.run_sync(Service.of, engine, words, options)
@@ -287,8 +294,8 @@ def _options(args: argparse.Namespace, artifact: Artifact) -> ServerOptions:
 
 def _pipeline(
     args: argparse.Namespace, on_shard: Callable[[Shard], None]
-) -> tuple[Path, Credentials | None, AbstractAsyncContextManager[Pipeline], RouteFile | None]:
-    """The file of the vocabulary, the credentials of links, the pipeline to open, and the route file to follow."""
+) -> tuple[Path, Credentials | None, Callable[[], AbstractAsyncContextManager[Pipeline]], RouteFile | None]:
+    """The file of the vocabulary, the credentials of links, what opens the pipeline, and the route file to follow."""
     if args.route is None:
         if args.follow:
             raise InputError("--follow follows the file of --route; there is none")
@@ -300,11 +307,12 @@ def _pipeline(
             )
         # Each has a slot of the stages' contexts.
         slots = argparse.Namespace(**{**vars(args), "sessions": args.sessions + args.prefixes})
-        local = open_local(slots, on_shard)
-        return Path(args.model), None, local, None
+        local = open_local(slots, on_shard)  # refuses what cannot be before the port is taken
+        return Path(args.model), None, lambda: local, None
     file, model = route_of(args)
     policy = link_policy_of(args, file.tls)
-    remote = open_route(
+    remote = partial(
+        open_route,
         file,
         policy=policy,
         model=None,

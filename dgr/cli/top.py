@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import time
 import urllib.error
@@ -39,6 +40,8 @@ _PATIENCE = 5.0
 _MOST_BYTES = 8 << 20
 #: Back to the first line of a terminal, and nothing below it.
 _CLEAR = "\x1b[H\x1b[J"
+#: What lacks a scheme to be a URL.
+_HOST_AND_PORT = re.compile(r"[^/\s]+:[0-9]+/?")
 
 
 def register(subparsers: argparse._SubParsersAction[Any]) -> None:
@@ -91,6 +94,8 @@ def _targets(where: Sequence[str], key: str | None) -> list[urllib.request.Reque
                 target.add_unredirected_header("Authorization", f"Bearer {key}")
             targets.append(target)
             continue
+        if _HOST_AND_PORT.fullmatch(one) and not Path(one).exists():
+            raise InputError(f"{one!r} is neither a URL nor a route file: give http://{one}")
         file = read_route_file(one)
         if not file.stage_metrics:
             raise InputError(f"no [[stage]] of {one} has `metrics`: where it answers /metrics, as HOST:PORT")

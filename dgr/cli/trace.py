@@ -145,8 +145,10 @@ def _tables(trace: Trace, told: dict[str, Any]) -> str:
             clocks.append(f"{clock['stage']}: {clock['problem']}")
         else:
             clocks.append(
-                f"{clock['stage']}: its clock is {clock['offset']:+.6f} s off, known to ±{clock['error'] * 1e3:.3f} ms"
+                f"{clock['stage']}: its clock is at {clock['offset']:+.6f} s against this one,"
+                f" known to ±{clock['error'] * 1e3:.3f} ms"
             )
+    clocks.append("each process counts from a moment of its own: what counts is how well the difference is known")
     return "\n\n".join([*texts, "\n".join(clocks)])
 
 

@@ -13,7 +13,7 @@ from typing import TypeAlias
 from attrs import frozen
 
 from dgr.core.route import Route, StageRef
-from dgr.errors import InvalidRoute, NoCandidate
+from dgr.errors import InvalidRoute, NoCandidate, StageDraining
 
 __all__ = ["Candidates"]
 
@@ -85,6 +85,28 @@ class Candidates:
     def rest(self, now: float) -> float:
         """Seconds for which what the chosen route is made of is still to be left alone, all together; 0: it is worth a try."""
         return self._best(now)[0]
+
+    def leaves_drained(self, now: float) -> bool:
+        """Whether the route to try now has no stage that wishes to be left: it would refuse what is to be prefilled again."""
+        return self.avoided.isdisjoint(ref.address for ref in self.choose(now).stages)
+
+    def drained(self, route: Route) -> StageDraining:
+        """That ``route`` takes nobody new: which of its stages wish to be left, and what keeps it there."""
+        said = []
+        for refs, taken in zip(self._ranges, route.stages, strict=True):
+            if taken.address not in self.avoided:
+                continue
+            others = {ref.address: self._why(ref.address) for ref in refs if ref != taken}
+            if not others:
+                spare = ", and it has no spare"
+            elif all(others.values()):
+                spare = f", and no spare can be had ({'; '.join(f'{one}: {why}' for one, why in others.items())})"
+            else:
+                spare = ""
+            said.append(f"stage {taken.address} (layers {taken.layers}) is being drained{spare}")
+        return StageDraining(
+            f"{', and '.join(said)}; wait for its restart, name a spare, or have it take sessions again (dgr drain --undo)"
+        )
 
     def _best(self, now: float) -> tuple[float, Route]:
         # The cheapest way to each stage of a range, from that to each of the range before.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import trio
 from attrs import define
@@ -14,6 +14,7 @@ from dgr.client.replies import (
     ControlReply,
     ControlRequest,
     FenceReply,
+    OccupancyReply,
     PendingReplies,
     PendingReply,
     StageQuery,
@@ -22,14 +23,16 @@ from dgr.client.replies import (
 )
 from dgr.core.route import Route, StageRef
 from dgr.core.values import StageIdentity
-from dgr.errors import DgrError, InvalidRoute, LinkBroken, WireError
+from dgr.errors import DgrError, InvalidRoute, LinkBroken, StageDraining, WireError
 from dgr.protocol.identity import check_alike, check_neighbours
 from dgr.wire import frames
 from dgr.wire.framing import Received
 from dgr.wire.links import Link
 from dgr.wire.nurseries import open_nursery
 
-__all__ = ["Connector", "ControlLink", "ControlLinks", "blamed"]
+__all__ = ["Connector", "ControlLink", "ControlLinks", "Report", "blamed"]
+
+Report = TypeVar("Report", frames.LoadReport, frames.TraceReport)
 
 
 class FaultHandler(Protocol):
@@ -73,15 +76,20 @@ class ControlLinks:
         self.replies = PendingReplies()
         #: What all stages share; set by the first epoch, and later routes must keep to it.
         self.reference: StageIdentity | None = None
+        #: Numbers of questions about stages themselves.
+        self._queries = itertools.count()
         self._connect = connect
         self._nursery = nursery
         self._on_frame = on_frame
         self._on_loss = on_loss
 
-    async def reach(self, route: Route, on_fault: FaultHandler) -> dict[str, ControlLink]:
+    async def reach(
+        self, route: Route, on_fault: FaultHandler, *, asks_within: float | None = None
+    ) -> dict[str, ControlLink]:
         """Connect to the stages that are not connected yet, and check that all of them fit together.
 
-        ``on_fault`` is told which of them cannot be had, or does not fit.
+        ``on_fault`` is told which of them cannot be had, or does not fit. ``asks_within``: seconds in which each of the new
+        ones is to say that it is not being drained; without it that is found out when the route is fenced.
         """
         stages: dict[str, ControlLink] = {}
         try:
@@ -89,7 +97,9 @@ class ControlLinks:
                 known = self.stages.get(ref.address)
                 if known is None or known.lost is not None:
                     try:
-                        known = await self._nursery.start(self._hold, ref)
+                        known = stages[ref.address] = await self._nursery.start(self._hold, ref)
+                        if asks_within is not None:
+                            await self._refuse_draining(known, asks_within)
                     except DgrError as error:
                         on_fault(error, ref.address)
                         raise
@@ -101,6 +111,18 @@ class ControlLinks:
                     stage.scope.cancel()
             raise
         return stages
+
+    async def _refuse_draining(self, stage: ControlLink, seconds: float) -> None:
+        """Raises :class:`StageDraining`, and :class:`WireError` when the stage does not say."""
+        address = stage.ref.address
+        reply = self.replies.register(OccupancyReply(address))
+        try:
+            stage.link.send_nowait(frames.Drain(None))
+            frame = (await reply.wait(seconds, f"Drain from stage {address}")).frame
+        finally:
+            self.replies.discard(OccupancyReply(address))
+        if isinstance(frame, frames.Occupancy) and frame.draining:
+            raise StageDraining(f"stage {address} is being drained too")
 
     async def fence(
         self, route_id: bytes, epoch: int, route: Route, seconds: float, on_fault: FaultHandler
@@ -149,6 +171,7 @@ class ControlLinks:
         self, ref: StageRef, *, task_status: trio.TaskStatus[ControlLink] = trio.TASK_STATUS_IGNORED
     ) -> None:
         """Hold the control link to a stage and read it."""
+        asked = OccupancyReply(ref.address)
         with trio.CancelScope() as scope:
             async with self._connect(ref.address) as (link, description):
                 stage = ControlLink(ref, link, description, scope)
@@ -157,6 +180,8 @@ class ControlLinks:
                 try:
                     while batch := await link.receive():
                         for received in batch:
+                            if isinstance(received.frame, frames.Occupancy) and self.replies.resolve(asked, received):
+                                continue
                             self._on_frame(ref.address, received)
                 except WireError as error:
                     why = str(error)
@@ -171,10 +196,28 @@ class ControlLinks:
         """Fail what waits for a stage; returns whether the present route still counted on it."""
         address = stage.ref.address
         stage.lost = f"stage {address}: {why}"
+        self.replies.resolve(OccupancyReply(address), LinkBroken(stage.lost))  # asked before it was of the route
         if self.stages.get(address) is not stage:
             return False
         self.replies.fail(LinkBroken(stage.lost), stage=address)
         return True
+
+    async def ask(
+        self, address: str, query: Callable[[int], StageQuery], answer: type[Report], seconds: float
+    ) -> Report:
+        """What a stage tells of itself. ``query(seq)`` makes the question.
+
+        Raises :class:`WireError`, :class:`DeadlineExceeded`, :class:`SessionLost` when the route changes meanwhile.
+        """
+        key = StageReply(address, next(self._queries))
+        reply = self.request(key, query(key.seq))
+        try:
+            frame = (await reply.wait(seconds, f"{answer.__name__} from stage {address}")).frame
+        finally:
+            self.replies.discard(key)
+        if not isinstance(frame, answer):
+            raise WireError(f"stage {address} replied with {type(frame).__name__}, and not with {answer.__name__}")
+        return frame
 
     def request(
         self, key: FenceReply | ControlReply | StageReply, frame: frames.Fence | ControlRequest | StageQuery

@@ -147,6 +147,7 @@ class EventHub:
         self.re_prefilled_tokens: Counter[str] = Counter()
         #: Times the route was lost.
         self.downs = 0
+        self._is_down = False
         self._subscribers: list[trio.MemorySendChannel[Event]] = []
 
     def subscribe(self) -> trio.MemoryReceiveChannel[Event]:
@@ -180,10 +181,13 @@ class EventHub:
                 _log.info("state lost: %s", event.reason, extra=log_fields(self.route_id, None, event.session))
             case RouteDown():
                 self.downs += 1
-                _log.info("the route is down: %s", event.why, extra=log_fields(self.route_id, event.epoch))
+                self._is_down = True
+                _log.warning("the route is down: %s", event.why, extra=log_fields(self.route_id, event.epoch))
             case RouteChanged():
                 stages = ", ".join(f"{ref.address} ({ref.layers})" for ref in event.route.stages)
-                _log.info("the route is live: %s", stages, extra=log_fields(self.route_id, event.epoch))
+                level, again = (logging.WARNING, " again") if self._is_down else (logging.INFO, "")
+                self._is_down = False
+                _log.log(level, "the route is live%s: %s", again, stages, extra=log_fields(self.route_id, event.epoch))
 
     def close(self) -> None:
         for subscriber in self._subscribers:

@@ -99,6 +99,12 @@ class Pipeline:
         return self._client.last_recovery_error
 
     @property
+    def refuses_sessions(self) -> str | None:
+        """Why a route that is live takes no new sessions: a stage is being drained that has no spare. None while it does."""
+        why = self._client.refuses_sessions
+        return None if why is None else str(why)
+
+    @property
     def descriptions(self) -> tuple[StageIdentity, ...]:
         """What the stages said of themselves, head first."""
         return self._client.descriptions

@@ -88,13 +88,20 @@ class StageReply:
     seq: int
 
 
+@frozen
+class OccupancyReply:
+    """A stage's first word on whether it is being drained."""
+
+    stage: str
+
+
 #: What a pipeline asks a stage about itself.
 StageQuery: TypeAlias = frames.QueryLoad | frames.QueryTrace
 
 #: What a pipeline asks every stage about one session.
 ControlRequest: TypeAlias = frames.Open | frames.Fork | frames.Close | frames.QueryState
 
-ReplyKey: TypeAlias = FenceReply | ControlReply | WorkReply | StageReply
+ReplyKey: TypeAlias = FenceReply | ControlReply | WorkReply | StageReply | OccupancyReply
 
 
 #: A reply about a session, or a refused fence.

@@ -7,17 +7,16 @@ background but the readers of the control links and the recovery of a route that
 
 from __future__ import annotations
 
-import itertools
 import math
 import secrets
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import trio
 
 from dgr.client.candidates import Candidates
 from dgr.client.claims import check_work_reply
-from dgr.client.control_links import Connector, ControlLinks, blamed
+from dgr.client.control_links import Connector, ControlLinks, Report, blamed
 from dgr.client.events import Event, RouteChanged, RouteDown
 from dgr.client.pace import ChunkPace, SessionLimits
 from dgr.client.replies import (
@@ -45,8 +44,6 @@ from dgr.wire.links import Link
 from dgr.wire.nurseries import cancelled_first, open_nursery
 
 __all__ = ["RouteClient", "RouteMember", "SessionLimits", "Timeouts"]
-
-Report = TypeVar("Report", frames.LoadReport, frames.TraceReport)
 
 #: Seconds between two tries to bring a route back: at first, and at most.
 _FIRST_PAUSE = 0.05
@@ -85,8 +82,6 @@ class RouteClient:
         self.members: dict[int, RouteMember] = {}
         #: Why the last try to bring a route back failed.
         self.last_recovery_error: str | None = None
-        #: Numbers of questions about stages themselves.
-        self._queries = itertools.count()
         self._connect = connect
         self._chunk = chunk
         self._chunk_seconds = chunk_seconds
@@ -118,6 +113,14 @@ class RouteClient:
     def descriptions(self) -> tuple[StageIdentity, ...]:
         """What the stages said of themselves, head first."""
         return tuple(self._links.stages[ref.address].description for ref in self.route.stages)
+
+    @property
+    def refuses_sessions(self) -> DgrError | None:
+        """Why no new session is taken, though the route is live: what is drained cannot be left. None while they are."""
+        if self._candidates is None or not (self._draining and self._live.is_set() and self.state is RouteState.LIVE):
+            return None
+        self._candidates.avoided = self._draining
+        return self._candidates.drained(self.route)
 
     def loss(self, address: str) -> str | None:
         """Why the control link to a stage of the route ended; None while it lives."""
@@ -222,8 +225,9 @@ class RouteClient:
             else:
                 return
 
-    async def _change(self, candidates: Candidates, wanted: Callable[[], bool]) -> None:
-        """Fence a new epoch on the candidates that are best now, if that is still wanted when its turn has come."""
+    async def _change(self, candidates: Candidates, wanted: Callable[[], bool], *, gently: bool = False) -> None:
+        """Fence a new epoch on the candidates that are best now, if that is still wanted when its turn has come; ``gently``
+        asks them before whether they are being drained."""
         async with cancelled_first(), self._changing:
             if not wanted():
                 return
@@ -234,7 +238,7 @@ class RouteClient:
 
             self._check_open()
             began = trio.current_time()
-            stages = await self._links.reach(route, blame)
+            stages = await self._links.reach(route, blame, asks_within=self.timeouts.control if gently else None)
             self._check_open()
             if self.state is not RouteState.FENCING:
                 self._machine.fire(RouteEvent.CHANGE)
@@ -313,13 +317,13 @@ class RouteClient:
         def better() -> bool:
             candidates.avoided = self._draining
             is_held = bool(self._draining) and self.state is RouteState.LIVE and self._candidates is candidates
-            return is_held and candidates.choose(trio.current_time()) != self._route
+            return is_held and candidates.leaves_drained(trio.current_time())
 
         first = True
         while better() and (first or not candidates.rest(trio.current_time())):
             first = False
             try:
-                await self._change(candidates, better)
+                await self._change(candidates, better, gently=True)
             except DgrError as error:
                 self.last_recovery_error = str(error)  # that one has failed too; down, the route is brought back
         if self.state is RouteState.LIVE:
@@ -419,27 +423,19 @@ class RouteClient:
         finally:
             for key in keys:
                 self._links.replies.discard(key)
-        if self._candidates is not None and self._candidates.has_spares and any(is_draining(one) for _, one in found):
-            raise SessionLost("a stage is being drained")  # it was told before: the route is about to leave it
+        if any(is_draining(one) for _, one in found):
+            if not self._live.is_set():
+                raise SessionLost("a stage is being drained")  # it was told before: the route is about to leave it
+            if (why := self.refuses_sessions) is not None:
+                raise why
         return found
 
     async def ask_stage(
         self, address: str, query: Callable[[int], StageQuery], answer: type[Report], seconds: float
     ) -> Report:
-        """What a stage tells of itself. ``query(seq)`` makes the question.
-
-        Raises :class:`WireError`, :class:`DeadlineExceeded`, :class:`SessionLost` when the route changes meanwhile.
-        """
+        """See :meth:`dgr.client.control_links.ControlLinks.ask`."""
         self._check_open()
-        key = StageReply(address, next(self._queries))
-        reply = self._links.request(key, query(key.seq))
-        try:
-            frame = (await reply.wait(seconds, f"{answer.__name__} from stage {address}")).frame
-        finally:
-            self._links.replies.discard(key)
-        if not isinstance(frame, answer):
-            raise WireError(f"stage {address} replied with {type(frame).__name__}, and not with {answer.__name__}")
-        return frame
+        return await self._links.ask(address, query, answer, seconds)
 
     def control_link(self, address: str) -> Link:
         """The control link to a stage of the route. Raises :class:`LinkBroken` when it has ended."""

@@ -15,7 +15,7 @@ from dgr.errors import DeadlineExceeded, DgrError, FrameError, InvalidRoute, Lin
 from dgr.wire.credentials import Credentials, greet
 from dgr.wire.tcp import parse_address
 
-__all__ = ["Finding", "causes", "next_step", "own_findings", "peer_finding", "said_step"]
+__all__ = ["Finding", "causes", "certificate_step", "next_step", "own_findings", "peer_finding", "said_step"]
 
 _DAY = 86_400.0
 #: Seconds to find out whether a host takes connections at all.
@@ -116,6 +116,12 @@ def _as_peers_see_it(credentials: Credentials, verifier: ssl.SSLContext) -> Mapp
     return greet(shower, verifier)
 
 
+def certificate_step(error: BaseException) -> str | None:
+    """What to do where a peer's certificate was refused here; None where it was not."""
+    codes = (cause.verify_code for cause in causes(error) if isinstance(cause, ssl.SSLCertVerificationError))
+    return next((_OF_PEERS[code] for code in codes if code in _OF_PEERS), None)
+
+
 def causes(error: BaseException | None) -> Iterator[BaseException]:
     """An error and what it came of; trio groups the failures of the addresses that a name has."""
     while error is not None:
@@ -135,9 +141,8 @@ def said_step(error: DgrError, more: Mapping[type[DgrError], str] | None = None)
 async def next_step(address: str, error: DgrError, credentials: Credentials | None, *, own_is_bad: bool) -> str:
     """What to do about a link to a stage that failed. ``own_is_bad``: this host's certificate is known not to do."""
     found = list(causes(error))
-    for cause in found:
-        if isinstance(cause, ssl.SSLCertVerificationError) and cause.verify_code in _OF_PEERS:
-            return _OF_PEERS[cause.verify_code]
+    if (step := certificate_step(error)) is not None:
+        return step
     if any(isinstance(cause, socket.gaierror) for cause in found):
         return "the name is not known on this host: correct it in the route file, or in DNS"
     if not isinstance(error, LinkBroken | DeadlineExceeded):

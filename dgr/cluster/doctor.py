@@ -93,15 +93,21 @@ async def examine(file: RouteFile, policy: LinkPolicy) -> RouteReport:
                     round_trip, bandwidth = await _measure(link)
                 if patience.cancelled_caught:
                     raise DeadlineExceeded(f"{_ROUND_TRIPS} round trips and {_FILL} bytes took over {_MEASURE:g} s")
-                identity = description
+                is_drained = await _is_drained(link)
         except DgrError as error:
             step = await next_step(ref.address, error, policy.credentials, own_is_bad=own_is_bad)
             found[ref.address] = Problem(f"stage {ref.address}", str(error), step)
             reports[ref.address] = StageReport(ref.address, str(ref.layers), None, None, None)
         else:
             reports[ref.address] = StageReport(
-                ref.address, str(ref.layers), identity, round_trip, bandwidth, connect.expiries.get(ref.address)
+                ref.address, str(ref.layers), description, round_trip, bandwidth, connect.expiries.get(ref.address)
             )
+            if is_drained:
+                what, step = (
+                    "it is being drained: it takes no new pipelines and no new sessions",
+                    _ROUTE_STEPS[StageDraining],
+                )
+                found[ref.address] = Problem(f"stage {ref.address}", what, step)
 
     async with open_nursery() as nursery:
         for ref in file.stages:
@@ -179,6 +185,15 @@ async def _ping(link: Link, nonce: int) -> float:
             return trio.current_time() - began
         raise WireError(f"{type(received.frame).__name__} came instead of Pong")
     raise LinkBroken("the stage closed the link while it was being measured")
+
+
+async def _is_drained(link: Link) -> bool:
+    link.send_nowait(frames.Drain(None))
+    async for received in link:
+        if isinstance(received.frame, frames.Occupancy):
+            return received.frame.draining
+        raise WireError(f"{type(received.frame).__name__} came instead of Occupancy")
+    raise LinkBroken("the stage closed the link before it said whether it is being drained")
 
 
 async def _fence(connect: RemoteConnector, route: Route) -> float:

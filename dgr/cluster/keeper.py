@@ -12,7 +12,7 @@ import trio
 from attrs import evolve
 
 from dgr.cluster.connect import LinkPolicy
-from dgr.cluster.diagnosis import causes
+from dgr.cluster.diagnosis import causes, certificate_step
 from dgr.cluster.occupancy import open_asking
 from dgr.cluster.upkeep import Patience, RestartPolicy, Vitals
 from dgr.core.route import StageRef
@@ -33,7 +33,8 @@ _FAILED = 1
 
 
 class Report(Protocol):
-    """Told what becomes of a stage: ``ready`` (``pid``), ``frozen`` (``why``), ``ended`` (``code``, ``again_in_seconds``)."""
+    """Told what becomes of a stage: ``ready`` (``pid``), ``frozen`` (``why``), ``ended`` (``code``, ``again_in_seconds``),
+    ``unreachable`` (``why``: its certificate is refused)."""
 
     def __call__(self, ref: StageRef, event: str, **facts: Any) -> None: ...
 
@@ -162,6 +163,7 @@ class Keeper:
         await self.ready()
         # Its own silence is judged here, and more patiently than that of a link.
         policy = evolve(self.policy, heartbeat=max(self.policy.heartbeat, self._patience.silence))
+        said = ""
         while True:
             try:
                 async with open_asking(self.ref.address, policy, "dgr up") as ask:
@@ -174,6 +176,11 @@ class Keeper:
                 if not _is_silence(error):  # whoever refuses is alive
                     vitals.heard(trio.current_time())
                     _log.debug("stage %s does not say how it is: %s", self.ref.address, error)
+                    if (step := certificate_step(error)) is not None and str(error) != said:
+                        said = str(error)
+                        why = f"{said}; {step}; its certificate is that of --tls-cert, or of [tls] in the route file"
+                        _log.warning("stage %s runs, and no client can reach it: %s", self.ref.address, why)
+                        self._report(self.ref, "unreachable", why=why)
             await trio.sleep(every)
 
 

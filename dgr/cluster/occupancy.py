@@ -16,6 +16,8 @@ __all__ = ["Ask", "drain", "open_asking", "take_back"]
 
 #: Seconds between two questions.
 _PAUSE = 0.25
+#: Seconds for the first answer, where fewer are given.
+_FIRST = 1.0
 
 #: Asks a stage, and returns its answer. Raises :class:`~dgr.errors.WireError`.
 Ask: TypeAlias = Callable[[Drain], Awaitable[Occupancy]]
@@ -55,23 +57,28 @@ async def drain(
     are, and a session without work for ``idle`` seconds ends. The stage stays drained, whatever happens here. Raises
     :class:`~dgr.errors.DeadlineExceeded` when sessions are left after ``seconds``, and what :func:`open_asking` raises.
     """
-    async with open_asking(address, policy, "dgr drain") as ask:
-        seen: Occupancy | None = None
-        with trio.move_on_after(seconds):
+    seen: Occupancy | None = None
+    began = trio.current_time()
+    with trio.move_on_after(max(seconds, _FIRST)) as patience:
+        async with open_asking(address, policy, "dgr drain") as ask:
             question = Drain(True, idle)
             while True:
                 now = await ask(question)
                 if seen is None or (now.routes, now.sessions) != (seen.routes, seen.sessions):
                     tell(now)
-                seen = now
+                seen, patience.deadline = now, began + seconds
                 if not now.sessions:
                     return now
                 question = Drain(None)
                 await trio.sleep(_PAUSE)
-    left = "an unknown number of" if seen is None else str(seen.sessions)
+    if seen is None:
+        raise DeadlineExceeded(
+            f"stage {address} has not answered within {max(seconds, _FIRST):g} s, and may not have heard that it is to be"
+            " drained: see whether it is stopped or still loading"
+        )
     raise DeadlineExceeded(
-        f"stage {address} still holds {left} sessions after {seconds:g} s. It stays drained: wait on (the same command again),"
-        " end it all the same (its pipelines prefill again), or take it back (--undo)"
+        f"stage {address} still holds {seen.sessions} sessions after {seconds:g} s. It stays drained: wait on (the same"
+        " command again), end it all the same (its pipelines prefill again), or take it back (--undo)"
     )
 
 

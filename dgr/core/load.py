@@ -86,7 +86,7 @@ class StageLoad(_Value, frozen=True):
 
     #: Since the stage started.
     seconds: Seconds
-    #: Whether it takes work.
+    #: Whether it takes new pipelines and sessions: not while it is being drained.
     ready: bool
     #: Route sessions, and the epochs of at most :data:`ROUTES_MAX` of them by the beginning of their ids.
     routes: U32

@@ -32,6 +32,7 @@ from dgr.errors import (
     PrefillFailed,
     RequestTimedOut,
     SessionError,
+    StageDraining,
 )
 from dgr.protocol.sampling import check_sampling
 from dgr.protocol.states import RouteState
@@ -153,6 +154,8 @@ class Answer:
             if self._generation is None:
                 await self._begin()
             token = await self._draw()
+        except StageDraining as error:
+            raise NotServing(f"nothing new is admitted: {error}", _SOON) from error
         except Overloaded as error:
             raise NotServing(f"the stages serve others as well and have no slot left: {error}", _SOON) from error
         except (DeadlineExceeded, ClosedError, PrefillFailed) as error:
@@ -283,10 +286,11 @@ class ServingEngine:
     @property
     def is_ready(self) -> bool:
         """Whether a request would be admitted now, or wait in the line."""
-        return not self._draining and self.pipeline.state is RouteState.LIVE
+        is_live = self.pipeline.state is RouteState.LIVE
+        return not self._draining and is_live and self.pipeline.refuses_sessions is None
 
     def refuse_if_not_serving(self) -> None:
-        """Raise :class:`~dgr.errors.NotServing` while the server ends or the route is down."""
+        """Raise :class:`~dgr.errors.NotServing` while the server ends, or the route is down or takes no new sessions."""
         if self._draining:
             raise NotServing("the server is about to end; ask another one, or this one again when it is back", _SOON)
         state = self.pipeline.state
@@ -295,6 +299,8 @@ class ServingEngine:
             raise NotServing(
                 f"the route is {state.value}{f' ({why})' if why else ''}; its stages must answer first", _SOON
             )
+        if (why := self.pipeline.refuses_sessions) is not None:
+            raise NotServing(f"nothing new is admitted: {why}", _SOON)
 
     @asynccontextmanager
     async def admit(

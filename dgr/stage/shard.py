@@ -119,7 +119,7 @@ class Shard:
             self.ledger,
             self.traffic,
             trio.current_time() - self._began,
-            ready=self._nursery is not None,
+            ready=self._nursery is not None and not self.draining.is_on,
         )
 
     def actors(self) -> list[SessionActor]:

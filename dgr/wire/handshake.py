@@ -13,6 +13,7 @@ import struct
 import trio
 
 from dgr.errors import DeadlineExceeded, FrameError, LinkBroken
+from dgr.text import reason_of
 from dgr.wire.frames import SCHEMA_HASH, SCHEMA_VERSION
 from dgr.wire.framing import Limits
 
@@ -45,7 +46,7 @@ async def exchange_preamble(transport: trio.abc.Stream, seconds: float) -> None:
             raise LinkBroken(
                 f"the other side refused our certificate: {reason}; both sides need valid certificates of one CA (`dgr keys`)"
             ) from error
-        raise LinkBroken(f"the other side closed the link before it said what it speaks: {cause}") from error
+        raise LinkBroken(f"the other side closed the link before it said what it speaks: {reason_of(error)}") from error
     magic, version, schema = _PREAMBLE.unpack(theirs)
     if magic != _MAGIC:
         raise FrameError(f"the other side is not dgr: its first bytes are {theirs[:8]!r}")

@@ -29,6 +29,7 @@ import trio
 from attrs import frozen
 
 from dgr.errors import ClosedError, FrameError, LinkBroken, Overloaded
+from dgr.text import reason_of
 from dgr.wire.clocks import ClockQuestions
 from dgr.wire.frames import Boundary, Credit, Frame, Logits, Ping, Pong
 from dgr.wire.framing import Framer, Limits, Received, encode
@@ -274,7 +275,7 @@ class Link:
             with self._writing:
                 await self._write()
         except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
-            self._stop_sending(f"cannot write: {error or type(error).__name__}")
+            self._stop_sending(f"cannot write: {reason_of(error)}")
         if self._writing.cancelled_caught:
             with trio.CancelScope(shield=True):
                 await trio.aclose_forcefully(self._transport)
@@ -381,7 +382,7 @@ class Link:
             if self._closed:
                 self._end = StopAsyncIteration()
             else:
-                self._break(f"cannot read: {error or type(error).__name__}")
+                self._break(f"cannot read: {reason_of(error)}")
                 self._end = LinkBroken(f"link {self.name}: {self._broken}")
                 self._end.__cause__ = error
             return

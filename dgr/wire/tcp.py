@@ -34,6 +34,15 @@ Transport: TypeAlias = "trio.SocketStream | trio.SSLStream[trio.SocketStream]"
 #: Seconds for telling a peer why its handshake failed, at most.
 _LAST_WORDS = 1.0
 _READ = 65536
+_NAMED = "reach it by a name that its certificate lists, or make one for this name (`dgr keys`)"
+#: What to do where a certificate is refused for something else than its CA, by OpenSSL's X509_V_ERR_…: not yet valid,
+#: expired, other host name, other IP address.
+_STEPS: Mapping[int, str] = {
+    9: "compare the clocks of both hosts",
+    10: "make a new one (`dgr keys`)",
+    62: _NAMED,
+    64: _NAMED,
+}
 
 _PORT = re.compile(r"[0-9]{1,5}")
 #: Characters of names; a resolver knows no others, and none of a URL or a second port.
@@ -173,9 +182,9 @@ async def _handshake(stream: trio.SSLStream[trio.SocketStream], seconds: float, 
             await _say_why(stream)
         await trio.aclose_forcefully(stream)
         cause = error.__cause__ or error
-        raise LinkBroken(
-            f"TLS with {who} failed: {cause}; both sides need certificates of one CA (`dgr keys`)"
-        ) from error
+        code = cause.verify_code if isinstance(cause, ssl.SSLCertVerificationError) else 0
+        step = _STEPS.get(code, "both sides need certificates of one CA (`dgr keys`)")
+        raise LinkBroken(f"TLS with {who} failed: {cause}; {step}") from error
     except trio.Cancelled:
         await trio.aclose_forcefully(stream)  # nobody else holds it yet
         raise

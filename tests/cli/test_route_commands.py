@@ -220,8 +220,9 @@ def test_generate_waits_for_a_lost_stage_as_long_as_it_is_told(
     assert f"cannot connect to {tail.address}" in result.err
 
 
-def test_generate_waits_for_a_route_only(run: Callable[..., Result], small: Path) -> None:
-    result = run("generate", "--model", small, *PROMPT, "--wait", "5")
+@pytest.mark.parametrize("command", [("generate", *PROMPT), ("serve",)])
+def test_commands_wait_for_a_route_only(command: tuple[str, ...], run: Callable[..., Result], small: Path) -> None:
+    result = run(*command, "--model", small, "--wait", "5")
     assert result.code == 2
     assert "--wait is for stages elsewhere: give --route with it" in result.err
 
@@ -352,6 +353,8 @@ def test_doctor_speaking_plainly_to_a_tls_stage(
     found = problem(run, route_file([stage.ref]))
     assert found["where"] == f"stage {stage.address}"
     assert "something listens there and ended the link: it may want TLS" in found["next_step"]
+    plain = run("drain", stage.address)
+    assert (plain.code, "it may want TLS" in plain.err, "--route TOML takes" in plain.err) == (1, True, True)
     client = tuple(tmp_path / "keys" / name for name in ("ca.pem", "client.pem", "client.key"))
     path = route_file([stage.ref], tls=client, model=small)
     healthy(run, path)
@@ -420,7 +423,7 @@ def test_drain_empties_a_stage_and_takes_it_back(
     assert (result.code, result.out) == (0, f"stage {address} is drained: no session is left\n")
     try:
         found = problem(run, route_file(cluster.refs))
-        assert "this stage is being drained" in found["what"]
+        assert "it is being drained" in found["what"]
     finally:
         result = run("drain", address, "--undo", "--json")
     assert (result.code, json.loads(result.out)) == (

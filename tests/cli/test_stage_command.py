@@ -215,7 +215,7 @@ def test_what_up_refuses(
             "--only names stages of this host, --ray places all of them",
         ),
         ((), "--ray needs --out ROUTE.toml"),
-        (("--out", "live.toml"), "install dgr with its extra `ray` (pip install 'dgr[ray]')"),
+        (("--out", "live.toml"), "install dgr with its extra `ray` (pip install '.[ray]' in its checkout)"),
     ],
 )
 def test_what_up_refuses_of_ray(

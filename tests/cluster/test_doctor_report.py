@@ -82,6 +82,22 @@ async def test_something_that_is_no_stage(said: bytes, what: str, next_step: str
         assert next_step in problem.next_step
 
 
+async def test_a_drained_stage_is_a_problem_unless_another_of_its_layers_is_well() -> None:
+    async with open_hosts() as hosts:
+        (first, tail), (spare, _) = await hosts.start_all(TWO), await hosts.start_all(TWO)
+        first.shard.draining.begin(60)
+        route = hosts.route([first, tail])
+        problem = await the_problem(hosts, route)
+        assert (problem.where, "it is being drained" in problem.what) == (f"stage {first.address}", True)
+        assert "--undo" in problem.next_step
+        spares = tuple(ref for ref in hosts.route([spare, tail]).stages if ref.address == spare.address)
+        report = await doctor.examine(evolve(file_of(route), spares=spares), hosts.policy)
+        assert report.problems == ()
+        assert report.fence_seconds is not None
+        (warning,) = report.warnings
+        assert f"{spare.address} owns layers" in warning.what
+
+
 async def test_stages_that_do_not_reach_each_other() -> None:
     """From here every stage is well, and yet the route is not."""
 
@@ -238,6 +254,7 @@ async def test_advice_on_a_stages_certificate_goes_by_what_is_wrong(
         report = await doctor.examine(file_of(hosts.route([whole])), authority.policy("client"))
         (problem,) = report.problems
         assert problem.next_step.startswith(next_step)
+        assert ("certificates of one CA" in problem.what) == (not names)  # said where it is the CA
 
 
 async def test_advice_on_a_link_that_ends_goes_by_whether_anything_listens(authority: Authority) -> None:

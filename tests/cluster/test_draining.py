@@ -49,6 +49,18 @@ async def test_a_stage_empties_and_says_so(policy: LinkPolicy) -> None:
         await hosts.assert_serving([head, tail])
 
 
+async def test_a_stage_that_does_not_answer_takes_no_longer_than_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dgr.cluster.occupancy._FIRST", 0.1)
+    (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
+    async with listener:
+        address = f"127.0.0.1:{listener.socket.getsockname()[1]}"  # the kernel takes connections, and nobody answers
+        with (
+            trio.fail_after(5),
+            pytest.raises(DeadlineExceeded, match=r"has not answered within 0\.2 s, and may not have"),
+        ):
+            await drain(address, LinkPolicy(), seconds=0.2, idle=0)
+
+
 async def test_what_is_left_after_the_time_is_told_and_the_stage_stays_drained() -> None:
     async with open_hosts() as hosts:
         (whole,) = await hosts.start_all(("0:6",))

@@ -78,6 +78,20 @@ async def test_whoever_refuses_to_answer_is_alive(authority: Authority) -> None:
                 assert keeper.occupancy is None
 
 
+async def test_a_certificate_for_other_names_is_told_once_with_the_way_out(
+    authority: Authority, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What `dgr up` does with a client's certificate: every stage is ready, and nobody can reach it."""
+    async with open_hosts(authority.policy("client")) as hosts, kept(hosts, hosts.policy, READY) as (_, told):
+        await until(lambda: told.of("unreachable"))
+        await trio.sleep(2 * PATIENCE.silence)
+        assert [event for event, _ in told.events] == ["ready", "unreachable"]
+        why = told.of("unreachable")[0]["why"]
+        assert "for other names: " in why
+        assert "its certificate is that of --tls-cert, or of [tls] in the route file" in why
+        assert f"no client can reach it: {why}" in caplog.text
+
+
 async def test_a_process_that_loads_and_does_nothing_is_killed() -> None:
     async with open_hosts() as hosts, kept(hosts, hosts.policy, SILENT) as (_, told):
         await until(lambda: told.of("ended"))

@@ -122,7 +122,9 @@ def test_models_of_few_layers_are_split_so_that_the_whole_is_right(
     assert stage_seconds(speed, kinds, artifact.hp.whole) == pytest.approx(whole, rel=0.5)
 
 
-def test_a_host_is_measured_and_a_plan_made_of_it(small: Path, tmp_path: Path, capsys: Capture) -> None:
+def test_a_host_is_measured_and_a_plan_made_of_it(
+    small: Path, tmp_path: Path, capsys: Capture, caplog: pytest.LogCaptureFixture
+) -> None:
     out = tmp_path / "host.json"
     quick = ("--ubatch", "32", "--sequences", "1,2", "--depth", "4")
     assert main(["benchmark", str(small), *quick, "-o", str(out), "--json"]) == 0
@@ -139,6 +141,11 @@ def test_a_host_is_measured_and_a_plan_made_of_it(small: Path, tmp_path: Path, c
     assert len(plan["stages"]) == 2
     assert plan["predicted"]["ring"] == pytest.approx(0.016 + sum(plan["predicted"]["decode"]), rel=0.2)
     assert plan["predicted"]["tokens_per_second"] > 1 / plan["predicted"]["ring"]
+    assert "host.json was measured with at most 2 sequences" in caplog.text
+    caplog.clear()
+    assert main([*argv, "--sessions", "2", "--json"]) == 0
+    assert "was measured with" not in caplog.text
+    capsys.readouterr()
     assert main([*argv, "--memory", "1MiB"]) == 2
     assert "no plan fits" in capsys.readouterr().err
     assert main([*argv, "--goal", "prefill"]) == 0

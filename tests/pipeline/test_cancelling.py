@@ -98,7 +98,7 @@ def test_everything_under_one_timeout_ends_quietly(engine: type[FakeEngine]) -> 
 @pytest.mark.parametrize("split", [TWO, THREE])
 @pytest.mark.parametrize("engine", [FakeEngine, Threaded])
 def test_everything_under_one_timeout_ends_quietly_at_every_single_step(engine: type[FakeEngine], split: str) -> None:
-    assert at_every_step(a_whole_life(engine, split)) > 250
+    assert at_every_step(a_whole_life(engine, split)) > 230
 
 
 @pytest.mark.parametrize("engine", [FakeEngine, Threaded])

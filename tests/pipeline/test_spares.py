@@ -12,6 +12,7 @@ import trio.testing
 from conversations import reference, seen, take
 from pipeline.harness import TIMEOUTS, TWO, Stages, kinds, open_stages, rest
 
+from dgr.client.candidates import Candidates
 from dgr.client.events import RePrefilled, RouteChanged
 from dgr.client.pipeline import Pipeline, open_pipeline_on
 from dgr.client.work import SessionWork
@@ -192,7 +193,7 @@ async def test_without_a_spare_answers_end_where_they_are_and_nobody_new_comes(
         text = await take(answer, 5)
         during = await drain(stages, "2:6", idle=3)
         assert (during.sessions, during.routes) == (1, 1)
-        with pytest.raises(StageDraining, match="stage 2:6: this stage is being drained"):
+        with pytest.raises(StageDraining, match=r"^stage 2:6 \(layers 2:6\) is being drained, and it has no spare; "):
             await take(other.generate(PROMPT, max_tokens=4))
         text += await take(answer)
         assert text == reference(PROMPT, 16)
@@ -205,6 +206,75 @@ async def test_without_a_spare_answers_end_where_they_are_and_nobody_new_comes(
         assert not (await drain(stages, "2:6", False)).draining
         assert await take(other.generate([], max_tokens=4)) == reference(PROMPT, 4)
         assert await take(session.generate([1], max_tokens=4))  # it is prefilled again
+
+
+@pytest.mark.parametrize("moves", ["only when nothing drained is left", "whenever the route is another"])
+async def test_what_has_no_spare_ends_its_answers_though_another_range_is_on_its_spare(
+    moves: str, autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second is the mutant: it goes back to what is up again, and the drained stage refuses the re-prefill."""
+    is_mutant = moves == "whenever the route is another"
+    if is_mutant:
+        wishes = iter([True, True])  # it is asked before the change, and when its turn has come
+        monkeypatch.setattr(Candidates, "leaves_drained", lambda candidates, now: next(wishes, False))
+    async with (
+        open_stages(TWO, f"0:2,{SPARE_TAIL}") as stages,
+        spared(stages, SPARE_TAIL) as pipeline,
+        pipeline.session() as session,
+    ):
+        answer = session.generate(PROMPT, max_tokens=16)
+        text = await take(answer, 3)
+        stages.cluster.stop("2:6")
+        text += await take(answer, 3)
+        await stages.start("2:6")
+        epoch = pipeline.epoch
+        await trio.sleep(2)  # it would be worth a try again
+        await drain(stages, "0:2", idle=60)
+        await rest()
+        if is_mutant:
+            with pytest.raises(StageDraining):
+                await take(answer)
+            return
+        assert pipeline.refuses_sessions is not None
+        assert "stage 0:2 (layers 0:2) is being drained, and it has no spare" in pipeline.refuses_sessions
+        text += await take(answer)
+        assert text == reference(PROMPT, 16)
+        assert (addresses(pipeline), pipeline.epoch) == (["0:2", SPARE_TAIL], epoch)
+        await drain(stages, "2:6", idle=60)  # what it is not on is none of its business
+        await drain(stages, "0:2", False)
+        assert pipeline.refuses_sessions is None
+
+
+async def test_a_spare_that_is_drained_too_keeps_the_route_where_it_is(autojump_clock: trio.testing.MockClock) -> None:
+    async with (
+        open_stages(TWO, f"0:2,{SPARE_TAIL}") as stages,
+        spared(stages, SPARE_TAIL) as pipeline,
+        pipeline.session() as session,
+    ):
+        await drain(stages, SPARE_TAIL, idle=60)
+        answer = session.generate(PROMPT, max_tokens=16)
+        text = await take(answer, 5)
+        await drain(stages, "2:6", idle=60)
+        await trio.sleep(1)
+        assert "no spare can be had (2:6#b: stage 2:6#b is being drained too)" in str(pipeline.refuses_sessions)
+        text += await take(answer, 5)
+        assert (addresses(pipeline), pipeline.epoch) == (["0:2", "2:6"], 1)
+        await drain(stages, SPARE_TAIL, False)
+        await trio.sleep(30)  # it is asked again
+        assert addresses(pipeline) == ["0:2", SPARE_TAIL]
+        assert pipeline.refuses_sessions is None
+        text += await take(answer)
+        assert text == reference(PROMPT, 16)
+
+
+async def test_a_stage_that_is_drained_says_in_its_load_that_it_is_not_ready(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    async with open_stages(TWO) as stages, spared(stages) as pipeline:
+        for draining in (True, False):
+            await drain(stages, "2:6", draining)
+            loads = await pipeline.load()
+            assert [load is not None and load.ready for load in loads.values()] == [True, not draining]
 
 
 async def test_a_spare_that_cannot_be_had_keeps_the_route_where_it_is(autojump_clock: trio.testing.MockClock) -> None:

@@ -235,6 +235,27 @@ async def test_without_a_route_nobody_is_admitted_until_it_is_back(autojump_cloc
         assert len((await drawn(engine, Job(PROMPT, 5)))[0]) == 5
 
 
+async def test_a_drained_stage_without_a_spare_refuses_what_is_new_and_the_answer_under_way_ends(
+    autojump_clock: MockClock,
+) -> None:
+    async with serving() as (engine, offline):
+        async with engine.admit(Job(PROMPT, 20)) as answer, engine.admit(Job(PROMPT[1:], 20)) as late:
+            tokens = [(await anext(answer)).id]
+            offline.cluster.shards["stage-1"].draining.begin(60)
+            await wait_all_tasks_blocked()
+            assert not engine.is_ready
+            why = (
+                r"nothing new is admitted: stage stage-1 \(layers .*\) is being drained, and it has no spare; wait for"
+            )
+            with pytest.raises(NotServing, match=why) as refused:
+                await drawn(engine, Job(PROMPT, 5))
+            assert refused.value.retry_after == 1
+            with pytest.raises(NotServing, match=why):  # it was admitted before, and had no session
+                await anext(late)
+            tokens += [token.id async for token in answer]
+        assert tokens == await undisturbed_elsewhere(Job(PROMPT, 20))
+
+
 async def test_an_answer_whose_route_does_not_come_back_says_so(autojump_clock: MockClock) -> None:
     async with serving(ServingLimits(deadline=1000)) as (engine, offline), engine.admit(Job(PROMPT, 5)) as answer:
         await anext(answer)

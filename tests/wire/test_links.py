@@ -18,6 +18,7 @@ from wire.wire_samples import DIGEST, FLASH, ROUTE, SMALL, boundary, key, logits
 from dgr.core.values import Expectation, Key, LogitsWanted, SamplingParams
 from dgr.errors import ClosedError, FrameError, LinkBroken, Overloaded
 from dgr.testing.network.relay import Relay, open_relay
+from dgr.text import reason_of
 from dgr.wire import links, outbox
 from dgr.wire.frames import Boundary, Credit, Frame, Ping, Pong, Refusal, Refused, Token, Tokens
 from dgr.wire.framing import HEADER_SIZE, Limits, Received
@@ -472,6 +473,15 @@ async def test_sending_on_a_link_closed_here_is_closed_error(autojump_clock: Moc
         assert [one async for one in pair.left] == []
         pair.left.grant(5)
         await pair.left.flush()
+
+
+@pytest.mark.parametrize("words", ["[Errno 104] Connection reset by peer", ""])
+async def test_what_a_link_broke_of_is_said(words: str) -> None:
+    """Trio's own error is without a word; the socket's may be, too."""
+    error = trio.BrokenResourceError()
+    error.__cause__ = ConnectionResetError(words)
+    assert reason_of(error) == (words or "ConnectionResetError")
+    assert reason_of(trio.BrokenResourceError()) == "BrokenResourceError"
 
 
 async def test_sending_on_a_link_closed_there_is_link_broken(autojump_clock: MockClock) -> None:

@@ -37,6 +37,8 @@ def make_app(
 
     async def ready(_: Request) -> Response:
         told = {"status": "ready" if engine.is_ready else "not ready", "route": pipeline.state.value}
+        if (why := pipeline.refuses_sessions) is not None:
+            told["reason"] = why
         return _json(told, 200 if engine.is_ready else 503)
 
     async def status(_: Request) -> Response:

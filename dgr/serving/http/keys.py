@@ -69,6 +69,10 @@ def _hash(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
+#: What lets others ask.
+_WAY_OUT = "start it with --api-key-file FILE, or --allow-anyone where that is meant"
+
+
 class Gate:
     """ASGI middleware: who may ask at all. It reads headers alone, so a client's leaving passes.
 
@@ -76,11 +80,14 @@ class Gate:
     of another site sends from this machine's browser. 505 for HTTP/2.
     """
 
-    def __init__(self, app: App, keys: ApiKeys | None, open_paths: frozenset[str], *, local_only: bool) -> None:
+    def __init__(
+        self, app: App, keys: ApiKeys | None, open_paths: frozenset[str], *, local_only: bool, way_out: str = _WAY_OUT
+    ) -> None:
         self._app = app
         self._keys = keys
         self._open_paths = open_paths
         self._local_only = local_only
+        self._way_out = way_out
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         error = self._objection(scope) if scope["type"] == "http" else None
@@ -100,10 +107,7 @@ class Gate:
                 message = f"no valid API key was given; send {ways} with a key of this server"
                 return ApiError(401, message, code="invalid_api_key")
         if self._local_only and not _is_local(scope):
-            message = (
-                "a server without API keys answers programs and pages of its own address alone; start it with"
-                " --api-key-file FILE, or --allow-anyone where that is meant"
-            )
+            message = f"a server without API keys answers programs and pages of its own address alone; {self._way_out}"
             return ApiError(403, message, code="foreign_origin")
         return None
 

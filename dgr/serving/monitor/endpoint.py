@@ -48,6 +48,10 @@ def _json(content: dict[str, Any], status: int = 200) -> Response:
     return Response(msgspec.json.encode(content), status, media_type="application/json")
 
 
+#: What lets others ask than programs and pages of this address.
+_WAY_OUT = "ask from a program, or give --metrics an address of this host that the asker alone reaches"
+
+
 @asynccontextmanager
 async def open_endpoint(address: str, monitor: StageMonitor) -> AsyncIterator[list[str]]:
     """Answer on ``HOST:PORT`` (port 0: any free one) for the length of the block; gives the addresses.
@@ -58,7 +62,7 @@ async def open_endpoint(address: str, monitor: StageMonitor) -> AsyncIterator[li
     sockets = bind(address, _POLICY)
     addresses = [address_of(sock) for sock in sockets]
     local_only = all(is_loopback(sock.getsockname()[0]) for sock in sockets)
-    app: App = Gate(_app(monitor), None, frozenset(), local_only=local_only)
+    app: App = Gate(_app(monitor), None, frozenset(), local_only=local_only, way_out=_WAY_OUT)
     config = server_config(sockets, _POLICY)
     config.errorlog = _log
     stop = trio.Event()

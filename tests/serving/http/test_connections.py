@@ -320,6 +320,22 @@ async def test_the_end_lets_answers_end_and_admits_nobody(serve: Callable[..., A
         await server.ended.wait()
 
 
+async def test_what_is_refused_for_a_drained_stage_is_refused_before_a_stream_begins(serve: Callable[..., Any]) -> None:
+    async with serve() as server:
+        draining = server.model.offline.cluster.shards["stage-2"].draining
+        draining.begin(60)
+        await until(lambda: not server.engine.is_ready)
+        for stream in (False, True):
+            reply = await server.ask("POST", "/v1/chat/completions", chat_body("some words", stream=stream))
+            assert (reply.status, reply.headers["retry-after"]) == (503, "1")
+            assert "stage stage-2 (layers 2:3) is being drained, and it has no spare" in reply.error["message"]
+        ready = await server.ask("GET", "/ready")
+        assert (ready.status, ready.json()["route"]) == (503, "live")
+        assert "stage-2" in ready.json()["reason"]
+        told = (await server.ask("GET", "/status")).json()
+        assert (told["ready"], [stage["load"]["ready"] for stage in told["stages"]]) == (False, [True, True, False])
+
+
 async def test_answers_that_take_longer_than_the_grace_are_told(serve: Callable[..., Any]) -> None:
     async with serve(policy=HttpPolicy(grace=0)) as server:
         server.model.hold(after=4)

@@ -105,7 +105,8 @@ async def _ready(address: str) -> tuple[int, str | None]:
 async def test_a_page_of_another_site_learns_nothing() -> None:
     async with open_endpoint("127.0.0.1:0", StageMonitor()) as (address,):
         for path in ("/metrics", "/health", "/ready"):
-            assert (await get(address, path, host="evil.example"))[0] == 403
+            status, text = await get(address, path, host="evil.example")
+            assert (status, "give --metrics an address" in text, "--api-key-file" in text) == (403, True, False)
         assert (await get(address, "/v1/models"))[0] == 404
 
 

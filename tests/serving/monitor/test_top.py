@@ -124,6 +124,7 @@ def test_what_is_no_exposition_is_refused(text: str) -> None:
     [
         (("ftp://a:1",), "'ftp://a:1' is not a URL like"),
         (("http://",), "is not a URL like"),
+        (("127.0.0.1:18000",), "neither a URL nor a route file: give http://127.0.0.1:18000"),
         (("http://a:70000",), "is not a URL like"),
         (("none.toml",), "none.toml"),
         (("ROUTE",), "no [[stage]] of "),
