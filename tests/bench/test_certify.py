@@ -106,6 +106,7 @@ def test_a_finished_run_is_not_measured_again(job: CertifyJob, folder: Path, tmp
     assert len(again.commands) == 2
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_measures_what_is_missing(job: CertifyJob, folder: Path, tmp_path: Path) -> None:
     kept = {"whole/1", "whole/5", "whole/129", "split/1", "split/5"}
 
@@ -363,6 +364,7 @@ def test_bad_input_is_told_in_one_line(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_a_whole_split_is_certified_too(job: CertifyJob, tmp_path: Path) -> None:
     whole = evolve(
         job,

@@ -287,6 +287,7 @@ def command(folder: Path, *flags: str) -> int:
     return main(["drill", "--quick", "--out", str(folder), *flags])
 
 
+@pytest.mark.slow
 def test_an_interrupted_drill_goes_on_where_it_was(
     faked: list[str], small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

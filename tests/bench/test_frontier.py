@@ -329,6 +329,7 @@ def command(model: Path, folder: Path, *flags: str) -> int:
     )
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_goes_on_where_it_was(
     faked: list[int], small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -185,6 +185,7 @@ async def test_seconds_of_a_pipeline(small: Path) -> None:
         assert await decode_seconds(pipeline, 4) > 0
 
 
+@pytest.mark.slow
 async def test_every_comparison_runs(tmp_path: Path, small: Path) -> None:
     plan = OverheadPlan(
         name="a plan",

@@ -127,6 +127,7 @@ async def test_a_run_over_a_route_is_one_json_with_everything(
     assert "states stand where the closed forms say" in {check.name for check in result.checks}
 
 
+@pytest.mark.slow
 async def test_stages_of_another_context_are_refused(
     model: Path, profile: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

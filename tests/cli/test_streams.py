@@ -507,7 +507,7 @@ class Patient(progress.Activity):
     [
         ("generate", ("--chunk", 1, "--prompt", "The quick brown fox jumps"), "prefill [###"),
         ("generate", ("--json",), "% of 4 tokens"),
-        ("generate", ("--verify",), "running the whole model to compare: "),
+        ("generate", ("--verify",), "running the model again to compare: "),
         ("generate", (), "opening the stages: "),
         ("logits", ("--chunk", 2), "prefill [###"),
         ("plan", (), "counting the buffers: "),

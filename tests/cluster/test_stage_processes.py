@@ -259,6 +259,7 @@ async def test_a_stage_killed_in_mid_answer_is_started_again_and_the_text_goes_o
     assert up.process.returncode == 0
 
 
+@pytest.mark.slow
 async def test_a_stage_that_does_not_come_back_fails_its_own_requests_only(
     small: Path, prompt: Prompt, expected: Expected
 ) -> None:
@@ -365,6 +366,7 @@ async def test_up_ends_frozen_stages_too(small: Path, tmp_path: Path) -> None:
         assert is_gone(pid)
 
 
+@pytest.mark.slow
 async def test_up_starts_only_what_it_is_told_to(small: Path, tmp_path: Path) -> None:
     file = write_route(tmp_path / "route.toml", small, ("0:3", "3:7"), **CONTEXT)
     head, tail = (ref.address for ref in file.route.stages)
@@ -373,6 +375,7 @@ async def test_up_starts_only_what_it_is_told_to(small: Path, tmp_path: Path) ->
         assert up.events(head, "ready") == []
 
 
+@pytest.mark.slow
 async def test_up_does_not_insist_when_a_stage_refuses_its_arguments(small: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         addresses = [f"127.0.0.1:{taken.getsockname()[1]}", f"127.0.0.1:{free_ports(1)[0]}"]

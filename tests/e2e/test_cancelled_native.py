@@ -49,6 +49,7 @@ def _cancel_everywhere(model: Path, first: int, stride: int) -> int:
     return step
 
 
+@pytest.mark.slow
 def test_a_cancelled_pipeline_leaves_nothing(small: Path) -> None:
     assert _cancel_everywhere(small, 20, 53) > 150
 

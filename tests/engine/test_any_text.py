@@ -86,6 +86,7 @@ def test_text_is_split_as_by_std_regex(drawn_texts: list[str]) -> None:
         assert split_text(OURS, text) == split_text(reference, text), ascii(text)
 
 
+@pytest.mark.slow
 def test_every_character_is_split_as_by_std_regex() -> None:
     """Each beside a letter, a digit, a sign, blanks and a newline, on both sides."""
     reference = on_std_regex(*OURS)

@@ -25,5 +25,6 @@ class TestExact(EngineContract):
         return LlamaEngine(self.path, layers, context)
 
 
+@pytest.mark.slow
 class TestNative(TestExact):
     context = replace(TestExact.context, numerics=Numerics.NATIVE)

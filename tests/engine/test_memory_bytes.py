@@ -68,6 +68,7 @@ def test_an_mtp_block_owns_no_state(model: Model) -> None:
     assert list(wrong_bytes(artifact, [LayerRange(0, 7), LayerRange(4, 7)], CONTEXTS[1])) == []
 
 
+@pytest.mark.slow
 def test_the_published_widths(tmp_path: Path) -> None:
     """V4 Flash itself: 284 G parameters as a hole in a file, a million tokens, nothing allocated."""
     write_fixture(tmp_path / "real.gguf", preset="real", weights="mixed", sparse=True)

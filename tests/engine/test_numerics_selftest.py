@@ -57,6 +57,7 @@ def test_exact_types_pass(exact: Report) -> None:
     assert exact.fingerprint == kernel_fingerprint()
 
 
+@pytest.mark.slow
 def test_upstreams_fastest_kernels_do_not(native: Report) -> None:
     """The suite can fail: without the reference kernels rows differ, here as everywhere that llamafile's sgemm runs."""
     assert not native.passed

@@ -57,6 +57,7 @@ def test_v4_flash_on_four_hosts(real: Path, tmp_path: Path, capsys: Capture) -> 
     assert (file.context["n_ctx"], file.context["n_seq_max"]) == (1048576, 1)
 
 
+@pytest.mark.slow
 def test_hosts_that_are_too_small(real: Path, tmp_path: Path, capsys: Capture) -> None:
     out = tmp_path / "route.toml"
     assert plan(real, "--stages", 4, "--ctx", 1048576, "--memory", "40GiB", "-o", out) == 2
@@ -67,6 +68,7 @@ def test_hosts_that_are_too_small(real: Path, tmp_path: Path, capsys: Capture) -
     assert not out.exists()
 
 
+@pytest.mark.slow
 def test_more_sessions_take_more_state(real: Path, capsys: Capture) -> None:
     states = []
     for sessions in (1, 4):

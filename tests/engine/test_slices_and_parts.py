@@ -34,7 +34,7 @@ SPLIT = "0:15,15:29,29:43"
 RANGES = parse_split(SPLIT, 43)
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["plain", "mtp"])
+@pytest.fixture(scope="module", params=[False, pytest.param(True, marks=pytest.mark.slow)], ids=["plain", "mtp"])
 def whole(request: pytest.FixtureRequest, model: Model) -> Artifact:
     return Artifact.open(model("f32", mtp=request.param))
 

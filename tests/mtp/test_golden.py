@@ -45,6 +45,7 @@ def frames(step: dict[str, Any]) -> list[tuple[str, str, bytes]]:
     return [(one["from"], one["to"], bytes.fromhex(one["frame"])) for one in step.get("sent", ())]
 
 
+@pytest.mark.slow
 def test_the_files_are_written_the_same_every_time(tmp_path: Path) -> None:
     written = write_golden(tmp_path)
     kept = {path.relative_to(GOLDEN) for path in GOLDEN.rglob("*") if path.is_file() and path.name != "README.md"}

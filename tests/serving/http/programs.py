@@ -23,7 +23,7 @@ def served(*arguments: object) -> Iterator[tuple[subprocess.Popen[str], dict[str
         "--listen",
         "127.0.0.1:0",
         "--json",
-        *CONTEXT,
+        *(() if "--route" in arguments else CONTEXT),
         *map(str, arguments),
     ]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
