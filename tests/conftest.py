@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import signal
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,6 +25,10 @@ T = TypeVar("T")
 
 #: Types of the models that tests run, and of their K caches.
 _TYPES = ("f32", "f16", "bf16", "q8_0", "mxfp4", "q4_K")
+
+#: What a shell starts in the background ignores interrupts, and so do its children; what dgr makes of them is tested.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
