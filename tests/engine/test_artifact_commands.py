@@ -208,7 +208,7 @@ def test_hosts_that_have_only_their_slice_answer_as_the_whole_model(
         lines += ["[[stage]]", f'address = "127.0.0.1:{port}"', f'layers = "{layers}"', f'model = "{name}"']
     route = tmp_path / "route.toml"
     route.write_text("\n".join(lines))
-    ask = ("--prompt", "The quick brown fox", "-n", 12, "--ctx", 512)
+    ask = ("--prompt", "The quick brown fox", "-n", 12)
     with subprocess.Popen(
         [sys.executable, "-m", "dgr", "up", route, "--json"], stdout=subprocess.PIPE, env=os.environ, text=True
     ) as up:

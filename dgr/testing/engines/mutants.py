@@ -6,11 +6,12 @@ They wrap any engine but a head, and change what comes in.
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 from attrs import evolve
 
+from dgr.core.values import StateSummary
 from dgr.engine.base import Output, ShardEngine, Work
 
 __all__ = ["BadResidual", "Mutant", "OffByOne", "StaleChunk", "StaleRow", "SwappedSideband"]
@@ -33,6 +34,15 @@ class Mutant:
 
     def run(self, batch: Sequence[Work]) -> list[Output]:
         return self.engine.run([self.change(work) for work in batch])
+
+    # Who works in pieces must not get round what a mutant does to the whole.
+
+    def close_pieces(self, slot: int) -> Generator[None, None, None]:
+        self.close(slot)
+        yield from ()
+
+    def state_pieces(self, slot: int) -> Generator[StateSummary | None, None, None]:
+        yield self.state_summary(slot)
 
 
 def _rows(work: Work) -> bytearray:
