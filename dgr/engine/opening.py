@@ -64,7 +64,7 @@ def open_native(
     params.exact = context.numerics.exact_kernels
     params.use_mmap = options.get("mmap", False)
     # What does not fit beside the rest would drive itself out again.
-    params.prefetch = artifact.weight_bytes(layers) < available_memory()
+    params.prefetch = params.use_mmap and artifact.weight_bytes(layers) < available_memory()
     params.lock = options.get("mlock", False)
     params.check_tensors = options.get("check_tensors", False)
     params.dry_run = options.get("dry_run", False)
