@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 import os
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -37,6 +38,7 @@ from dgr.core.values import ComponentSummary, LogitsWanted
 from dgr.engine.base import Work
 from dgr.errors import NonFinite
 from dgr.selftest.chain import cut_at, pieces
+from dgr.selftest.fixture import cached_fixture
 from dgr.stage.shard import Shard
 from dgr.wire import frames
 from dgr.wire.nurseries import open_nursery
@@ -46,6 +48,18 @@ Wrap: TypeAlias = Callable[[int, ShardEngine], ShardEngine]
 
 #: Certificates wait for models of any size; what hangs is the caller's to interrupt.
 PATIENCE = Timeouts(reply=3600, control=3600, route=600)
+
+
+def add_model_argument(parser: argparse.ArgumentParser) -> None:
+    """``--model``, of a benchmark that measures the large fixture when it is given none."""
+    parser.add_argument(
+        "--model", type=Path, metavar="M", help="a GGUF (default: a V4 fixture of 649 M parameters in mixed weights)"
+    )
+
+
+def model_of(args: argparse.Namespace) -> Path:
+    """The model of ``--model``, or the fixture in its place: a small one with ``--quick``."""
+    return Path(args.model or cached_fixture("mixed", preset=None if args.quick else "big"))
 
 
 def whole_model(path: str | Path) -> Artifact:

@@ -30,7 +30,6 @@ from dgr import ContextParams
 from dgr.engine.budget import available_cpus
 from dgr.errors import InputError
 from dgr.selftest.chain import cut_at
-from dgr.selftest.fixture.cached import cached_fixture
 from dgr_bench.benchmark import Group, Store, Units, benchmark_command
 from dgr_bench.overhead import hops
 from dgr_bench.overhead.comparisons import OverheadPlan, comparisons
@@ -39,7 +38,7 @@ from dgr_bench.overhead.ratios import Comparison, Ratios
 from dgr_bench.plots import Plot
 from dgr_bench.reports import Section
 from dgr_bench.results import Kind, Result
-from dgr_bench.subjects import whole_model
+from dgr_bench.subjects import add_model_argument, model_of, whole_model
 from dgr_bench.upstream.programs import add_program_argument, find_program
 from dgr_bench.verdicts import Check
 
@@ -97,9 +96,7 @@ class Overhead:
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--model", type=Path, metavar="M", help="a GGUF (default: a V4 fixture of 649 M parameters in mixed weights)"
-    )
+    add_model_argument(parser)
     parser.add_argument(
         "--threads", type=int, nargs="+", default=[1], metavar="N", help="of a stage and of llama-bench (default: 1)"
     )
@@ -117,7 +114,7 @@ def _check_arguments(args: argparse.Namespace) -> None:
 
 def _overhead(args: argparse.Namespace) -> Overhead:
     _check_arguments(args)
-    model = Path(args.model or cached_fixture("mixed", preset=None if args.quick else "big"))
+    model = model_of(args)
     artifact = whole_model(model)
     settings, n_layers = ContextParams(), artifact.hp.n_layers
     plan = OverheadPlan(

@@ -40,7 +40,6 @@ from dgr.engine.budget import available_cpus
 from dgr.engine.speeds import SpeedPlan, measure_speed
 from dgr.errors import InputError
 from dgr.selftest.chain import cut_at
-from dgr.selftest.fixture.cached import cached_fixture
 from dgr.testing.network.processes import open_up, write_route
 from dgr.testing.network.proxy import open_proxies
 from dgr_bench.benchmark import Group, Store, Unit, Units, benchmark_command, no_error
@@ -50,7 +49,7 @@ from dgr_bench.plots import BLUE, GREY, RED, Axes, Plot
 from dgr_bench.quartiles import Quartiles, quartiles_of
 from dgr_bench.reports import Section, table
 from dgr_bench.results import Kind, Result
-from dgr_bench.subjects import whole_model
+from dgr_bench.subjects import add_model_argument, model_of, whole_model
 from dgr_bench.verdicts import Check, judge
 
 #: Figures of a route, and what they are of; seconds that are predicted, and measured.
@@ -289,16 +288,14 @@ class Predictions:
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--model", type=Path, metavar="M", help="a GGUF (default: a V4 fixture of 649 M parameters in mixed weights)"
-    )
+    add_model_argument(parser)
 
 
 def _predictions(args: argparse.Namespace) -> Predictions:
     cpus = available_cpus()
     if cpus < 2:
         raise InputError(f"this process may use {cpus} CPU; two stage processes of one thread each need 2")
-    model = Path(args.model or cached_fixture("mixed", preset=None if args.quick else "big"))
+    model = model_of(args)
     artifact = whole_model(model)
     n_layers = artifact.hp.n_layers
     cuts = [n_layers // 2] if args.quick else [n_layers // 4, n_layers // 2, 3 * n_layers // 4]

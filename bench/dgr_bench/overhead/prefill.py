@@ -29,14 +29,13 @@ from dgr.core.route import parse_split
 from dgr.engine.base import Output, Work
 from dgr.errors import InputError
 from dgr.selftest.chain import cut_at, some_tokens
-from dgr.selftest.fixture.cached import cached_fixture
 from dgr.testing.engines.mutants import Mutant
 from dgr_bench.benchmark import Group, Store, Unit, Units, benchmark_command, no_error
 from dgr_bench.plots import BLUE, Axes, Plot
 from dgr_bench.quartiles import Quartiles, quartiles_of
 from dgr_bench.reports import Section, table
 from dgr_bench.results import Kind, Result
-from dgr_bench.subjects import Stages, open_stages, whole_model
+from dgr_bench.subjects import Stages, add_model_argument, model_of, open_stages, whole_model
 from dgr_bench.verdicts import Check, Goal, judge
 
 #: Of the time that a prefill takes, over fill and slowest stage.
@@ -221,8 +220,7 @@ async def _open_ring(artifact: Artifact, plan: PrefillPlan) -> AsyncIterator[Rin
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    words = "a GGUF (default: a V4 fixture of 649 M parameters in mixed weights)"
-    parser.add_argument("--model", type=Path, metavar="M", help=words)
+    add_model_argument(parser)
     parser.add_argument("--stages", type=int, default=3, metavar="K", help="stages of one thread each (default: 3)")
     parser.add_argument("--tokens", type=int, metavar="N", help="of the prompt (default: 4096)")
     parser.add_argument(
@@ -231,7 +229,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _prefill(args: argparse.Namespace) -> Prefill:
-    model = Path(args.model or cached_fixture("mixed", preset=None if args.quick else "big"))
+    model = model_of(args)
     artifact = whole_model(model)
     n_layers = artifact.hp.n_layers
     if not 1 <= args.stages <= n_layers:

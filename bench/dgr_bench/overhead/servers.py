@@ -29,14 +29,13 @@ from dgr.engine.budget import available_cpus
 from dgr.engine.native import build_info
 from dgr.errors import EngineError, InputError
 from dgr.selftest.chain import cut_at
-from dgr.selftest.fixture.cached import cached_fixture
 from dgr.testing.network.processes import open_program
 from dgr_bench.benchmark import Group, Store, Units, benchmark_command, no_error
 from dgr_bench.overhead.ratios import Comparison, Ratios, Sides
 from dgr_bench.plots import Plot
 from dgr_bench.reports import Section
 from dgr_bench.results import Kind, Result
-from dgr_bench.subjects import whole_model
+from dgr_bench.subjects import add_model_argument, model_of, whole_model
 from dgr_bench.upstream.llama_server import LlamaServer
 from dgr_bench.upstream.programs import add_program_argument, find_program
 from dgr_bench.verdicts import Check, Goal
@@ -158,8 +157,7 @@ class Servers:
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    words = "a GGUF (default: a V4 fixture of 649 M parameters in mixed weights)"
-    parser.add_argument("--model", type=Path, metavar="M", help=words)
+    add_model_argument(parser)
     numerics = [each.value for each in Numerics]
     parser.add_argument("--numerics", choices=numerics, default="exact", help="of dgr's side (default: exact)")
     add_program_argument(parser, "llama-server")
@@ -169,7 +167,7 @@ def _servers(args: argparse.Namespace) -> Servers:
     cpus = available_cpus()
     if cpus < 2:
         raise InputError(f"this process may use {cpus} CPU; two stages of one thread each need 2")
-    model = Path(args.model or cached_fixture("mixed", preset=None if args.quick else "big"))
+    model = model_of(args)
     artifact = whole_model(model)
     plan = ServersPlan(
         name="servers, quick" if args.quick else "servers",

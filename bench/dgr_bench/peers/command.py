@@ -43,7 +43,7 @@ from dgr_bench.plots import BLUE, GREY, Axes, Plot
 from dgr_bench.quartiles import Quartiles, quartiles_of
 from dgr_bench.reports import Section, table
 from dgr_bench.results import Kind, Result
-from dgr_bench.subjects import whole_model
+from dgr_bench.subjects import add_model_argument, whole_model
 from dgr_bench.upstream.programs import add_program_argument, bench_beside, check_pin, find_program
 from dgr_bench.verdicts import Check, Goal, Tally
 
@@ -207,9 +207,7 @@ class Peers:
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--model", type=Path, metavar="M", help="a GGUF (default: a V4 fixture of 649 M parameters in mixed weights)"
-    )
+    add_model_argument(parser)
     parser.add_argument(
         "--delays",
         type=float,
