@@ -39,7 +39,7 @@ _DEVICE_OPTIONS = tuple(
 _log = logging.getLogger("dgr.llama_cpp")
 
 #: The version of ``dgr_native.h`` that this package was written for.
-ABI_VERSION = 6
+ABI_VERSION = 7
 
 # ggml_log_level: 1 debug, 2 info, 3 warn, 4 error (5 continues a line and is folded in by the shim).
 _LEVELS = {1: logging.DEBUG, 2: logging.DEBUG, 3: logging.INFO, 4: logging.WARNING}
