@@ -86,7 +86,7 @@ def test_numbers_become_the_nearest_blocks(kind: GgmlType) -> None:
     blocks = quantize(kind, values.tobytes(), width)
     assert len(blocks) == 4 * kind.row_bytes(width)
     again = np.frombuffer(dequantize(kind, blocks), np.float32)
-    assert np.corrcoef(values, again)[0, 1] > (0.75 if kind.block_bytes * 8 < 2 * kind.block_size else 0.92)
+    assert np.corrcoef(values, again)[0, 1] > (0.7 if kind.block_bytes * 8 < 2.5 * kind.block_size else 0.92)
     rows = [quantize(kind, row.tobytes(), width) for row in values.reshape(4, width)]
     assert b"".join(rows) == blocks
 
