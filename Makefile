@@ -5,6 +5,7 @@
 # make test-llama-bench: what runs upstream's llama-bench and llama-server, which it builds on demand
 # make test-load: the load client llama-benchy against a server, offline; it has an environment of its own
 # make test-ray: stages in a Ray cluster on this machine; Ray has an environment of its own, over the other one
+# make test-transformers: the tools for the learned fixture beside transformers, which has an environment of its own
 # make test-vulkan: native numerics on a Vulkan device, a software one where there is no card; a build of its own
 # make test-kernel-builds: exact numerics on builds for other instruction sets, which it makes on demand
 # make lint      ruff, mypy, import-linter, clang-format
@@ -19,6 +20,7 @@ BIN    := $(VENV)/bin
 MODEL  := build/demo.gguf
 LOAD   := build/load-client
 RAY    := build/ray
+TOOLS  := build/transformers
 
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 NATIVE := $(wildcard cffi_build/*.* cffi_build/stable_abi/* vendor/llama.cpp/*.* vendor/llama.cpp/patches/*)
@@ -48,7 +50,7 @@ $(foreach choice,$(CHOICES),$(eval $(call keep_choice,$(choice))))
 # The build tools of the environment come first, also for the programs that they start.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo numerics test test-long test-fuzz test-llama-bench test-load load-client test-ray ray test-kernel-builds test-vulkan lint build ctest check-patches check-mtp clean FORCE
+.PHONY: demo numerics test test-long test-fuzz test-llama-bench test-load load-client test-ray ray test-kernel-builds test-transformers transformers test-vulkan lint build ctest check-patches check-mtp clean FORCE
 
 demo: build numerics $(MODEL)
 	$(BIN)/dgr generate --model $(MODEL) --split 0:15,15:29,29:43 --prompt "The quick brown fox" -n 32 --verify
@@ -59,10 +61,10 @@ $(MODEL): $(VENV)/.stamp-dgr
 	touch $@
 
 test: build
-	$(BIN)/python -m pytest -m "not slow and not native_reference and not llama_bench and not fuzz and not kernel_builds and not load and not ray and not vulkan"
+	$(BIN)/python -m pytest -m "not slow and not native_reference and not llama_bench and not fuzz and not kernel_builds and not load and not ray and not transformers and not vulkan"
 
 test-long: build
-	$(BIN)/python -m pytest -m "(slow or native_reference) and not fuzz and not kernel_builds and not ray and not vulkan"
+	$(BIN)/python -m pytest -m "(slow or native_reference) and not fuzz and not kernel_builds and not ray and not transformers and not vulkan"
 
 test-fuzz: build
 	$(BIN)/python -m pytest -m fuzz
@@ -91,6 +93,18 @@ $(RAY)/.stamp: constraints-ray.txt $(VENV)/.stamp-tools
 	$(PYTHON) -m venv --clear $(RAY)
 	$(RAY)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-ray.txt 'ray==2.60.*'
 	echo "import site; site.addsitedir('$$($(BIN)/python -c $(PURELIB))')" > $$($(RAY)/bin/python -c $(PURELIB))/dgr-development.pth
+	touch $@
+
+test-transformers: build transformers
+	$(TOOLS)/bin/python -m pytest -m transformers tests/tools
+
+# 250 MB with the CPU's build of PyTorch, gigabytes with another: not part of the development environment, which it sees.
+transformers: $(TOOLS)/.stamp
+
+$(TOOLS)/.stamp: constraints-transformers.txt tools/requirements.txt $(VENV)/.stamp-tools
+	$(PYTHON) -m venv --clear $(TOOLS)
+	$(TOOLS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-transformers.txt -r tools/requirements.txt
+	echo "import site; site.addsitedir('$$($(BIN)/python -c $(PURELIB))')" > $$($(TOOLS)/bin/python -c $(PURELIB))/dgr-development.pth
 	touch $@
 
 test-kernel-builds: build

@@ -61,7 +61,8 @@ def pipeline_logits(model: Path, split: str, tokens: Sequence[int], chunk: int) 
 def _log_softmax(rows: Rows) -> npt.NDArray[np.float64]:
     wide = rows.astype(np.float64)
     wide -= wide.max(axis=1, keepdims=True)
-    return wide - np.log(np.exp(wide).sum(axis=1, keepdims=True))
+    wide -= np.log(np.exp(wide).sum(axis=1, keepdims=True))
+    return wide
 
 
 def compare(ours: Rows, theirs: Rows) -> dict[str, float]:

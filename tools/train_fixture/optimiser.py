@@ -56,7 +56,8 @@ _ADAM = ("embed_tokens.weight", "lm_head.weight", "mlp.gate.weight", "position_b
 
 def build_optimisers(model: nn.Module, muon_rate: float, adam_rate: float) -> tuple[torch.optim.Optimizer, ...]:
     """One optimiser for the matrices, one for all other weights."""
-    matrices, others = [], []
+    matrices: list[nn.Parameter] = []
+    others: list[nn.Parameter] = []
     for name, weight in model.named_parameters():
         (matrices if weight.dim() >= 2 and not name.endswith(_ADAM) else others).append(weight)
     return (

@@ -25,9 +25,9 @@ class Target(IntEnum):
 
 
 #: Shares of all sequences.
-_SHARES = {Target.TEXT: 0.25, Target.PAIR: 0.4, Target.MARK: 0.2, Target.COPY: 0.15}
+_SHARES = {Target.TEXT: 0.2, Target.PAIR: 0.55, Target.MARK: 0.2, Target.COPY: 0.05}
 #: Fewest bytes of text between statements on average; at most so many, or that share of the length.
-_LEAST_GAP, _MOST_GAP, _GAP_SHARE = 0.5, 8.0, 1 / 32
+_LEAST_GAP, _MOST_GAP, _GAP_SHARE = 3.0, 12.0, 1 / 32
 #: How often a sequence of that kind has to do without the rows of CSA and of HCA layers, so that each learns its part.
 _WITHOUT = {Target.PAIR: (0.0, 0.5), Target.MARK: (0.8, 0.0), Target.COPY: (0.0, 0.3), Target.TEXT: (0.1, 0.1)}
 
