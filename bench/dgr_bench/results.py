@@ -43,6 +43,7 @@ Kind = Literal[
     "plan",
     "wires",
     "peers",
+    "quality",
     "widths",
     "selftest",
     "compare",

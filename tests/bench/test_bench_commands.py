@@ -28,6 +28,7 @@ COMMANDS = (
     "servers",
     "prefill",
     "plan",
+    "quality",
     "widths",
 )
 
