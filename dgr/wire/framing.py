@@ -61,6 +61,10 @@ class Limits:
         """The same for a link inside a process: nothing waits there while a payload passes, so it need not be cut up."""
         return evolve(self, fragment=min(self.under_way, _FRAGMENT_MAX))
 
+    def within_host(self) -> Limits:
+        """The same for a link that shares memory: a longer fragment takes no more time there than a short one elsewhere."""
+        return evolve(self, fragment=4 * self.fragment)
+
     @property
     def under_way(self) -> int:
         """Most payload bytes under way at once: two full boundaries. One payload of any legal size always fits."""
@@ -298,6 +302,10 @@ class Framer:
     def _take_header(self, view: memoryview) -> memoryview:
         missing = HEADER_SIZE - len(self._header)
         self._header += view[:missing]
+    def refuse(self, error: FrameError) -> None:
+        """Take nothing more: what carries the bytes broke its own rules."""
+        self._fail(error)
+
         if len(self._header) == HEADER_SIZE:
             length, kind, reserved, stream = _HEADER.unpack(self._header)
             self._header.clear()
