@@ -33,6 +33,7 @@ from dgr.engine.budget import check_budget, parse_budget
 from dgr.engine.llama import LlamaEngine, estimate_memory
 from dgr.engine.opening import warn_beyond_training
 from dgr.errors import InputError
+from dgr.protocol.lossless import require_packer
 from dgr.stage.shard import MIN_IDLE, Shard, open_shard
 from dgr.wire.nurseries import open_nursery
 from dgr.wire.tcp import address_of, listen
@@ -113,6 +114,7 @@ async def _stage(args: argparse.Namespace) -> None:
         raise InputError(f"--drain is {args.drain:g} seconds; give 0 to 86400")
     layers = LayerRange.parse(args.layers)
     context = context_of(args)
+    require_packer(context.wire)
     # The port is taken before the weights are read: a wrong address shows at once.
     listeners = await listen(args.listen, credentials=policy.credentials, allow_plain=policy.allow_plain)
     async with AsyncExitStack() as stack:

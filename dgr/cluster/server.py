@@ -17,6 +17,7 @@ from dgr.core.load import Side
 from dgr.errors import DgrError, FrameError, InputError, InvalidRoute, Overloaded
 from dgr.protocol.identity import check_alike, check_neighbours, check_wants
 from dgr.protocol.limits import limits_of
+from dgr.protocol.lossless import require_packer
 from dgr.stage.shard import Shard
 from dgr.wire import frames
 from dgr.wire.frames import Denied, Hello, Role, Welcome
@@ -62,9 +63,9 @@ class StageServer:
         self._next: dict[tuple[str, str], Link] = {}
         self._dialing: dict[tuple[str, str], trio.Lock] = {}
         self._visitors = VisitorLog()
-        self._links = self._handshaking = self._accepted = self._refused = 0
         #: Whether this stage is reached by processes of its own user on this host alone, and so reaches no others.
         self._is_local = False
+        self._links = self._handshaking = self._accepted = self._refused = 0
 
     @property
     def _served(self) -> Shard:
@@ -81,11 +82,11 @@ class StageServer:
     async def dial(self, own: str, successor: str) -> Link:
         """The boundary link to a next stage; the :data:`~dgr.stage.shard.Dialer` of a stage process."""
         assert self._nursery is not None
-        pair = own, successor
         if (socket_path(successor) is not None) is not self._is_local:
             raise InvalidRoute(
                 f"stage {own} and its next stage {successor} are not reached alike; a route has unix: addresses alone, or none"
             )
+        pair = own, successor
         lock = self._dialing.setdefault(pair, trio.Lock())
         try:
             async with lock:
@@ -148,6 +149,7 @@ class StageServer:
         task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
     ) -> None:
         """Take links until cancelled. Nothing a peer does ends this."""
+        require_packer(shard.description.context.wire)
         self._shard = shard
         self._is_local = all(socket_path(address_of(each)) is not None for each in listeners)
         with removing_files(listeners):
@@ -166,9 +168,9 @@ class StageServer:
             return
         self._handshaking += 1
         greeted = False
+        transport: Transport = stream
         try:
             if not await says_something(stream, self._policy.handshake):
-        transport: Transport = stream
                 _log.debug("%s: it left without a word, as health probes do", who)
                 return
             credentials = self._policy.credentials
@@ -245,9 +247,9 @@ class StageServer:
 
 def _where_from(stream: trio.SocketStream) -> str:
     """The other end of a connection, for people."""
-    try:
-        return "from {}:{}".format(*stream.socket.getpeername()[:2])
     if stream.socket.family == socket.AF_UNIX:
         return "from a process of this host"
+    try:
+        return "from {}:{}".format(*stream.socket.getpeername()[:2])
     except OSError:  # it is gone already
         return "from a peer that is gone"
