@@ -5,7 +5,7 @@ sessions say in one moment costs one turn of the event loop. It must never wait 
 as it comes. One writer task alone waits for the transport (a cancelled send would leave half a frame); a transport inside this
 process takes what it has room for at once, in the same order. Control messages go first. Payloads take
 turns, fragment by fragment, so that no session waits for another's long prefill; a session has one payload under way at a
-time, so that its frames arrive in the order in which they were sent. The payloads under
+time, so that its frames arrive in the order in which they were sent. On a slow link fragments are shorter. The payloads under
 way are bounded in bytes and in number; :meth:`Link.send` waits for room, first come first served.
 
 The receiver holds back the sender with *credits*: payload bytes may be sent only as far as the other side has granted
@@ -196,7 +196,7 @@ class Link:
     def _prepare(self, frame: Frame, payload: bytes | bytearray | memoryview) -> Outgoing:
         self._check_open()
         stream = self._outbox.free_stream()
-        packets = encode(frame, payload, stream, self.limits)
+        packets = encode(frame, payload, stream, self.limits, self._outbox.fragment)
         if not isinstance(frame, Boundary | Logits):
             raise FrameError(f"{type(frame).__name__} has no payload; send it without one")
         if len(self._outbox.waiting) >= _WAITING:
@@ -233,8 +233,9 @@ class Link:
                 self._ask_keepalive()  # what is sent does not tell whether the other side lives
             if self._outbox:
                 head, body, outgoing = self._outbox.next_packet()
+                began = trio.current_time()
                 await self._put(head, body)
-                self._outbox.written(outgoing, 0 if body is None else body.nbytes)
+                self._outbox.written(outgoing, 0 if body is None else body.nbytes, trio.current_time() - began)
             elif self._stream.owes:
                 await self._stream.send(b"", None)
             else:

@@ -23,6 +23,7 @@ from dgr.cli.keys import make_keys
 from dgr.core.values import Expectation, Key, LogitsWanted, SamplingParams
 from dgr.errors import DgrError, LinkBroken
 from dgr.testing.network.proxy import FaultyProxy, open_proxy
+from dgr.testing.network.relay import CAPACITY
 from dgr.v4.hyper_parameters import V4_FLASH
 from dgr.wire import Limits, Link, frames, memory_transports, open_link
 from dgr.wire.credentials import Credentials
@@ -33,7 +34,6 @@ from dgr.wire.tcp import accept, address_of, dial, listen
 #: Links of V4 Flash: the residual stream is four times as wide as the model.
 WIDTH = 4 * V4_FLASH.n_embd
 LIMITS = Limits(n_batch=512, boundary_width=WIDTH, n_vocab=V4_FLASH.n_vocab)
-_KEY = Key(bytes(16), 1, 1)
 #: As a decode step carries it to the tail.
 _SAMPLING = SamplingParams(0.7, 40, 0.95, 0.05, 1.1, 0.1, 0.1, -1, 2**32 - 1, 0, 0)
 _HOST = "127.0.0.1"
@@ -57,12 +57,18 @@ def _limits_on(transport: trio.abc.Stream) -> Limits:
     return LIMITS.within_host() if isinstance(transport, PacketStream) else LIMITS
 
 
-def _boundary(n_tokens: int) -> frames.Boundary:
+def boundary_of(n_tokens: int, session: int = 1) -> frames.Boundary:
     """A frame as a stage sends it, late in a long context: its numbers take all their bytes."""
     expect = Expectation(1_000_000, bytes(16))
     tokens = (V4_FLASH.n_vocab - 1,) * n_tokens
     return frames.Boundary(
-        _KEY, 1_000_000, expect, tokens, LogitsWanted.LAST, _SAMPLING, payload=payload_bytes(n_tokens)
+        Key(bytes(16), 1, session),
+        1_000_000,
+        expect,
+        tokens,
+        LogitsWanted.LAST,
+        _SAMPLING,
+        payload=payload_bytes(n_tokens),
     )
 
 
@@ -115,11 +121,14 @@ class Echo:
     credentials: Credentials | None
 
     @asynccontextmanager
-    async def counted(self) -> AsyncIterator[tuple[trio.abc.Stream, FaultyProxy]]:
-        """A stream to the process, and the cable under it, which counts the bytes on the wire."""
+    async def counted(self, capacity: int = CAPACITY) -> AsyncIterator[tuple[trio.abc.Stream, FaultyProxy]]:
+        """A stream to the process, and the cable under it, which counts the bytes on the wire.
+
+        ``capacity``: bytes that the cable holds each way, beside what the kernel holds before it.
+        """
         if self.address is None:
             raise ValueError("an echo in this process has no wire to count on")
-        async with open_proxy(self.address) as cable:
+        async with open_proxy(self.address, capacity=capacity) as cable:
             near = await dial(cable.address, credentials=self.credentials)
             try:
                 yield near, cable
@@ -220,7 +229,7 @@ async def wire_bytes(echo: Echo, n_tokens: int, warm_up: int, rounds: int) -> in
 async def link_round(link: Link, n_tokens: int, payload: bytes) -> float:
     """Seconds for a round trip of a boundary frame, which is then consumed and granted again, as a stage does."""
     began = trio.current_time()
-    await link.send(_boundary(n_tokens), payload)
+    await link.send(boundary_of(n_tokens), payload)
     async for received in link:
         if received.payload is not None and received.payload.nbytes == len(payload):
             link.grant(len(payload))
