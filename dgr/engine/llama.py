@@ -46,7 +46,7 @@ _PIECE = 32 << 20
 _READINGS = 3
 
 #: ggml_type of residuals.
-_WIRE = {Wire.F32: 0, Wire.F16: 1, Wire.Q8: 8, Wire.BF16: 30}
+_WIRE = {Wire.F32: 0, Wire.F32_ZSTD: 0, Wire.F16: 1, Wire.Q8: 8, Wire.BF16: 30}
 #: Verdict on a row that its wire type cannot carry.
 _TOO_GREAT = 2
 
