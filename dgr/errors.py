@@ -127,9 +127,7 @@ class SessionBusy(InputError):
 class ArtifactError(DgrError):
     """A GGUF file is missing, truncated, malformed or lacks a tensor that the layer range needs."""
 
-    next_step = (
-        "check the path, and the file against where it came from; `dgr inspect FILE` reads it without its weights"
-    )
+    next_step = "check the path, and the file itself; `dgr inspect FILE` reads it without its weights"
 
 
 class UnsupportedModel(ArtifactError):
@@ -205,7 +203,9 @@ class Overloaded(PeerRefused):
 class StageDraining(Overloaded):
     """A stage is about to be maintained and takes no new sessions."""
 
-    next_step = "ask again in a moment, add a spare of its layers, or take the drain back (`dgr drain HOST:PORT --undo`)"
+    next_step = (
+        "ask again in a moment, add a spare of its layers, or take the drain back (`dgr drain HOST:PORT --undo`)"
+    )
 
 
 class DeadlineExceeded(WireError, TimeoutError):

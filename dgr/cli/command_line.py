@@ -44,7 +44,9 @@ class _Version(argparse.Action):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = CommandParser(prog="dgr", description="Run DeepSeek V4 Flash as a pipeline of layer-range stages, bit for bit.")
+    parser = CommandParser(
+        prog="dgr", description="Run DeepSeek V4 Flash as a pipeline of layer-range stages, bit for bit."
+    )
     parser.add_argument("--version", action=_Version)
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in (

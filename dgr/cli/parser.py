@@ -12,7 +12,7 @@ __all__ = ["CommandParser"]
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Says what is wrong and what to do, and repeats no control character; argparse makes those of commands of this class too."""
+    """Says what is wrong and what to do, and repeats no control character; argparse makes those of commands of it too."""
 
     def error(self, message: str) -> NoReturn:
         tell(

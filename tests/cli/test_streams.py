@@ -329,13 +329,13 @@ def test_an_input_without_an_end_is_refused(
         assert run(*command).code == 2
 
 
-def test_a_lack_of_memory_is_told_on_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_lack_of_memory_is_told_with_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
     def command() -> int:
         raise MemoryError
 
     assert run_command("dgr", command) == 1
     told = capsys.readouterr().err
-    assert (told.count("\n"), "may take no more memory" in told) == (1, True)
+    assert (told.count("\n"), "may take no more memory" in told, "free some" in told) == (2, True, True)
 
 
 @pytest.mark.parametrize("text", ["é漢😀", "a\r\nb\rc\n", "nul\0", " ", "\ufeffa".encode()[3:].decode() + "\ufeff"])
