@@ -34,6 +34,7 @@ __all__ = [
     "PrefillFailed",
     "QueueFull",
     "RequestTimedOut",
+    "SchemaMismatch",
     "ServingError",
     "SessionBusy",
     "SessionError",
@@ -124,6 +125,10 @@ class WireError(DgrError):
 
 class FrameError(WireError):
     """Bytes on a link are not a frame of this schema, or break a negotiated limit."""
+
+
+class SchemaMismatch(FrameError):
+    """The other side is a dgr that speaks another schema."""
 
 
 class ClosedError(WireError):
