@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import logging
 import struct
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -32,6 +34,7 @@ from cluster.remote_stages import (
 from conversations import seen, take
 from msgspec.structs import fields, replace
 
+from dgr.cli.children import python_module
 from dgr.client.events import RePrefilled, RouteDown
 from dgr.client.pipeline import Pipeline, open_pipeline_on
 from dgr.cluster.connect import LinkPolicy
@@ -41,6 +44,7 @@ from dgr.errors import DgrError, InvalidRoute, MtpNotExecutable, SchemaMismatch
 from dgr.protocol import identity as identities
 from dgr.protocol.identity import check_alike, check_neighbours
 from dgr.testing.engines.fake import FakeEngine, FakeModel
+from dgr.testing.network.processes import open_command, write_route
 from dgr.testing.waits import until
 from dgr.wire.frames import SCHEMA_HASH, SCHEMA_VERSION, Fence, Hello, Refusal, Refused, Role, Welcome
 
@@ -438,3 +442,26 @@ async def test_a_pipeline_does_not_move_to_stages_of_another_dgr_even_to_all_of_
         assert isinstance(error, InvalidRoute)
         assert newer["runtime"] in str(error)
         assert RUNTIME in str(error)
+
+
+@pytest.mark.slow
+async def test_a_stage_process_one_schema_older_and_a_client_say_so_in_one_line_each(
+    small: Path, tmp_path: Path
+) -> None:
+    script = "import dgr.wire.handshake as h; h.SCHEMA_VERSION -= 1; from dgr.cli import main; raise SystemExit(main())"
+    flags = ("--layers=0:7", "--listen=127.0.0.1:0", "--ctx=512", "--json")
+    async with open_command(sys.executable, "-P", "-c", script, "stage", str(small), *flags) as stage:
+        address = (await stage.first_line())["address"]
+        route = write_route(tmp_path / "route.toml", small, ("0:7",), [address])
+        command = python_module("dgr", "generate", "--route", str(route.path), "--prompt", "x")
+        done = await trio.run_process(command, capture_stdout=True, capture_stderr=True, check=False)
+        theirs, ours = f"schema {SCHEMA_VERSION - 1} (", f"schema {SCHEMA_VERSION} ("
+        (line,) = done.stderr.decode().splitlines()
+        assert line.startswith(f"dgr: error: stage {address} speaks {theirs}")
+        assert f"this one {SCHEMA_VERSION} (" in line
+        assert line.endswith(f"stage {address} is the older one; install the same dgr on both")
+        await until(lambda: "schema" in stage.errors, what="the stage's own line")
+        (line,) = stage.errors.splitlines()
+        assert f"the other side speaks {ours}" in line
+        assert f"this one {SCHEMA_VERSION - 1} (" in line
+        assert line.endswith("this side is the older one; install the same dgr on both")

@@ -8,6 +8,7 @@ import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
@@ -30,7 +31,7 @@ HEAD, TAIL, SPARE = "10.77.0.1:7701", "10.77.0.2:7701", "10.77.0.1:7702"
 BEAT = 0.25
 #: Tokens of an answer, and those that are drawn before anything happens.
 ANSWER, SOME = 120, 12
-CONTEXT = {"n_ctx": 512, "n_batch": 32, "n_ubatch": 32}
+CONTEXT: dict[str, Any] = {"n_ctx": 512, "n_batch": 32, "n_ubatch": 32}
 
 #: What is done with what a host sends, in words of `tc`.
 WIRES = {
@@ -76,7 +77,7 @@ class Cluster:
     def drawn(self) -> list[int]:
         return [line["token"] for line in self.client.lines if "token" in line]
 
-    def told(self, event: str) -> list[dict[str, object]]:
+    def told(self, event: str) -> list[dict[str, Any]]:
         return [line for line in self.client.lines if line.get("event") == event]
 
     async def ask(self, prompt: Sequence[int], count: int) -> None:
@@ -101,7 +102,7 @@ class Cluster:
         kinds = ["token" if "token" in line else line["event"] for line in self.client.lines]
         assert SOME <= kinds[: kinds.index(event)].count("token") < ANSWER, kinds
 
-    async def examined(self) -> dict[str, object]:
+    async def examined(self) -> dict[str, Any]:
         """What `dgr doctor` says on the client's host."""
         command = self.network.python("client", "dgr", "doctor", "--route", str(self.route), "--json")
         done = await trio.run_process(command, capture_stdout=True, capture_stderr=True, check=False)
