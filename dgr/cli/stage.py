@@ -46,8 +46,6 @@ _log = logging.getLogger("dgr.stage")
 
 #: Seconds without work after which a session does not hold up the end of a stage that drains; and between two looks.
 _IDLE, _LOOK = 10, 0.1
-#: Milliseconds of ``--spin``, at most: a stage that is not used must come to rest.
-_MOST_SPIN = 1000.0
 
 
 def register(subparsers: argparse._SubParsersAction[Any]) -> None:
@@ -86,13 +84,6 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
         help="on a signal take nobody new, and end when no session is left, or after this long, or on a second signal"
         " (default: 0, end at once)",
     )
-    parser.add_argument(
-        "--spin",
-        type=float,
-        default=0.0,
-        metavar="MS",
-        help="stay awake for so long after a batch, with a core to itself, before sleeping until work comes (default: 0)",
-    )
     add_context_arguments(parser)
     add_link_arguments(parser)
     parser.add_argument(
@@ -117,8 +108,6 @@ async def _stage(args: argparse.Namespace) -> None:
         raise InputError(f"--least-idle is {args.min_idle:g}; give 0 or more seconds")
     if not 0 <= args.drain <= 86_400:
         raise InputError(f"--drain is {args.drain:g} seconds; give 0 to 86400")
-    if not 0 <= args.spin <= _MOST_SPIN:
-        raise InputError(f"--spin is {args.spin:g} ms; give 0 to {_MOST_SPIN:g}")
     layers = LayerRange.parse(args.layers)
     context = context_of(args)
     # The port is taken before the weights are read: a wrong address shows at once.
@@ -131,14 +120,7 @@ async def _stage(args: argparse.Namespace) -> None:
         stack.callback(engine.stop)
         server = StageServer(policy)
         async with (
-            open_shard(
-                engine,
-                server.dial,
-                name=str(layers),
-                idle_timeout=args.ttl,
-                min_idle=args.min_idle,
-                spin=args.spin / 1000,
-            ) as shard,
+            open_shard(engine, server.dial, name=str(layers), idle_timeout=args.ttl, min_idle=args.min_idle) as shard,
             open_nursery() as nursery,
         ):
             await nursery.start(server.serve, shard, listeners)

@@ -133,9 +133,8 @@ def _misdrawn(token: int, top: Sequence[TopLogprob], n_vocab: int) -> str | None
 class Scheduler:
     """Runs an engine. ``run`` is its loop; every other method may be called by any task."""
 
-    def __init__(self, engine: ShardEngine, spin: float = 0.0) -> None:
+    def __init__(self, engine: ShardEngine) -> None:
         self._engine = engine
-        self._spin = spin
         about = engine.describe()
         self._n_vocab = about.n_vocab
         self._ready: ReadyWork[_Request] = ReadyWork(about.context.n_batch, about.context.n_ubatch)
@@ -201,19 +200,11 @@ class Scheduler:
         while isinstance(found := self._ready.next(trio.current_time()), float):
             self._came = trio.Event()
             if found == math.inf:
-                await self._wait_for_work()
+                await self._came.wait()
             else:
                 with trio.CancelScope(deadline=found):
                     await self._came.wait()
         return found
-
-    async def _wait_for_work(self) -> None:
-        """Until a request comes: awake for the first ``spin`` seconds, so that nobody has to be woken."""
-        if self._spin:
-            until = trio.current_time() + self._spin
-            while not self._came.is_set() and trio.current_time() < until:
-                await trio.lowlevel.checkpoint()
-        await self._came.wait()
 
     async def step(
         self,

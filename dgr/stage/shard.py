@@ -66,7 +66,6 @@ class Shard:
         min_idle: float,
         fence_timeout: float,
         memory_budget: int | None,
-        spin: float,
     ) -> None:
         self.name = name
         self.description = engine.describe()
@@ -75,7 +74,7 @@ class Shard:
             {f"stage {name} ({self.description.layers})": memory}, self.description.context.n_seq_max, memory_budget
         )
         self.ledger = Ledger(memory, self.description.context.n_seq_max)
-        self.scheduler = Scheduler(engine, spin)
+        self.scheduler = Scheduler(engine)
         self._idle_timeout = idle_timeout
         self.min_idle = min_idle
         self.fence_timeout = fence_timeout
@@ -413,16 +412,14 @@ async def open_shard(
     min_idle: float = MIN_IDLE,
     fence_timeout: float = 30.0,
     memory_budget: int | None = None,
-    spin: float = 0.0,
 ) -> AsyncIterator[Shard]:
     """Run a shard for the length of the block.
 
     ``dial(own, successor)`` returns the boundary link to a next stage; the shard reads it with :meth:`Shard.watch_successor`,
     which the dialer starts. ``fence_timeout``: seconds a fence waits for the next stage. ``idle_timeout``: seconds after
     which an idle session is dropped; ``min_idle``: after which it may have to make room for another one.
-    ``memory_budget``: bytes; exceeding it is refused with :class:`~dgr.errors.BudgetExceeded`. ``spin``: seconds for which
-    the stage stays awake after its last batch, instead of sleeping until it is woken. The engine is not stopped: it belongs
-    to the caller.
+    ``memory_budget``: bytes; exceeding it is refused with :class:`~dgr.errors.BudgetExceeded`. The engine is not stopped:
+    it belongs to the caller.
     """
     shard = Shard(
         engine,
@@ -432,7 +429,6 @@ async def open_shard(
         min_idle=min_idle,
         fence_timeout=fence_timeout,
         memory_budget=memory_budget,
-        spin=spin,
     )
     async with open_nursery() as nursery:
         async with cancelled_first():
