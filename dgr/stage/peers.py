@@ -15,15 +15,56 @@ from dgr.wire import frames
 from dgr.wire.frames import Miss
 from dgr.wire.links import Link
 
-__all__ = ["SessionRequest", "answer_stranger", "close", "confined", "grant", "hand_over", "say_ready", "tell"]
+__all__ = ["SessionRequest", "Waits", "answer_stranger", "close", "confined", "grant", "hand_over", "say_ready", "tell"]
 
 _log = logging.getLogger("dgr.shard")
 
 #: What a pipeline asks of one of its sessions.
 SessionRequest: TypeAlias = frames.Open | frames.Fork | frames.Close | frames.QueryState | frames.Tokens | frames.Cancel
 
+#: Waits for epochs that no pipeline has fenced here yet; more is a flood.
+_WAITS = 1024
 #: Answers that may wait on a link when it is asked for a long one.
 _UNREAD = 64
+
+
+class Waits:
+    """Stages before this one that wait for epochs which no pipeline has fenced here yet.
+
+    A pipeline that went away between its fences of the two never does: nobody waits for longer than ``patience`` seconds.
+    """
+
+    def __init__(self, patience: float) -> None:
+        self._patience = patience
+        #: (route, epoch, the name of the stage that waits) -> its link, and since when; the oldest first.
+        self._links: dict[tuple[bytes, int, str], tuple[Link, float]] = {}
+
+    def __len__(self) -> int:
+        oldest = trio.current_time() - self._patience
+        while self._links and next(iter(self._links.values()))[1] < oldest:
+            del self._links[next(iter(self._links))]
+        return len(self._links)
+
+    def add(self, route: bytes, epoch: int, peer: str, link: Link) -> None:
+        """Raises :class:`WireError` when too many wait."""
+        if len(self) >= _WAITS:
+            raise WireError(f"{_WAITS} stages wait for epochs that were never fenced here")
+        self._links.pop((route, epoch, peer), None)
+        self._links[route, epoch, peer] = link, trio.current_time()
+
+    def take(self, route: bytes, epoch: int, peer: str) -> Link | None:
+        """The link of who waits for an epoch, and waits no longer."""
+        link, _since = self._links.pop((route, epoch, peer), (None, 0.0))
+        return link
+
+    def forget(self, route: bytes, epoch: int) -> None:
+        """Epochs up to that one will never be admitted."""
+        for wait in [wait for wait in self._links if wait[0] == route and wait[1] <= epoch]:
+            del self._links[wait]
+
+    def leave(self, link: Link) -> None:
+        """A link has ended."""
+        self._links = {wait: waiting for wait, waiting in self._links.items() if waiting[0] is not link}
 
 
 def tell(link: Link, report: frames.LoadReport | frames.TraceReport) -> None:

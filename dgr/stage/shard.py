@@ -27,7 +27,7 @@ from dgr.protocol.states import EpochState
 from dgr.stage.draining import DRAINING, Draining
 from dgr.stage.ledger import Lease, Ledger
 from dgr.stage.load import stage_load
-from dgr.stage.peers import answer_stranger, close, confined, grant, hand_over, say_ready, tell
+from dgr.stage.peers import Waits, answer_stranger, close, confined, grant, hand_over, say_ready, tell
 from dgr.stage.scheduler import Scheduler
 from dgr.stage.session import SessionActor, expire_idle
 from dgr.stage.statistics import ShardStatistics
@@ -50,8 +50,6 @@ MIN_IDLE = 1.0
 #: (own address, successor's address) -> the boundary link between them.
 Dialer = Callable[[str, str], Awaitable[Link]]
 
-#: Waits for epochs that no pipeline has fenced here yet; more is a flood.
-_AWAITING = 1024
 #: Route sessions of one control link; a pipeline has one.
 _ROUTES_PER_LINK = 16
 
@@ -88,8 +86,7 @@ class Shard:
         self._began = trio.current_time()
         self._dial = dial
         self._routes: dict[bytes, EpochSupervisor] = {}
-        #: Links whose stage, by its name, waits until a (route, epoch) is admitted here.
-        self._awaiting: dict[tuple[bytes, int, str], Link] = {}
+        self._awaiting = Waits(2 * fence_timeout)
         self.draining = Draining(self)
         self._nursery: trio.Nursery | None = None
         #: One connection to a next stage is made at a time for each control link: a pipeline needs no more, and cannot
@@ -175,15 +172,10 @@ class Shard:
     def announce(self, supervisor: EpochSupervisor) -> None:
         """Tell a stage that waits for it that an epoch is admitted."""
         _log.info("stage %s admits the epoch", self.name, extra=log_fields(supervisor.route, supervisor.epoch))
-        link = self._awaiting.pop((supervisor.route, supervisor.epoch, supervisor.predecessor), None)
+        link = self._awaiting.take(supervisor.route, supervisor.epoch, supervisor.predecessor)
         if link is not None:
             say_ready(link, supervisor.route, supervisor.epoch)
-        self._forget_waits(supervisor)
-
-    def _forget_waits(self, supervisor: EpochSupervisor) -> None:
-        """Waits for epochs that will never be admitted here."""
-        for wait in [wait for wait in self._awaiting if wait[0] == supervisor.route and wait[1] <= supervisor.epoch]:
-            del self._awaiting[wait]
+        self._awaiting.forget(supervisor.route, supervisor.epoch)
 
     # --- links ---
 
@@ -220,7 +212,7 @@ class Shard:
                 # As above. The pipeline learns of a dead stage on its own control link to it.
                 pass
             finally:
-                self._awaiting = {wait: waiting for wait, waiting in self._awaiting.items() if waiting is not link}
+                self._awaiting.leave(link)
                 await close(link)
 
     def _on_boundary(self, link: Link, peer: str, received: Received) -> None:
@@ -251,10 +243,8 @@ class Shard:
             if supervisor.predecessor == peer:
                 say_ready(link, supervisor.route, supervisor.epoch)
             # else: the route is at fault, and others share the link; the fence that waits will say so
-        elif len(self._awaiting) >= _AWAITING:
-            raise WireError(f"{_AWAITING} stages wait for epochs that were never fenced here")
         else:
-            self._awaiting[frame.route, frame.epoch, peer] = link
+            self._awaiting.add(frame.route, frame.epoch, peer, link)
 
     async def watch_successor(self, link: Link) -> None:
         """Read what comes back on the link to a next stage until it ends."""
@@ -354,7 +344,7 @@ class Shard:
             _log.info("the route session has ended", extra=log_fields(supervisor.route, supervisor.epoch))
             del self._routes[supervisor.route]
             self.traces.forget(supervisor.route)
-            self._forget_waits(supervisor)
+            self._awaiting.forget(supervisor.route, supervisor.epoch)
             supervisor.ended.set()
 
     @contextmanager
