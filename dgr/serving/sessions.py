@@ -241,14 +241,15 @@ class SessionPool:
 
     async def _copy(self, source: KeptSession, gone: KeptSession | None) -> KeptSession:
         """Copy a state into the place of another one, or into one that nobody has. Raises what a fork raises."""
-        place = KeptSession(source.session, self._pipeline.fork_target(), in_use=True)
+        target = self._pipeline.fork_target()
+        place = KeptSession(source.session, target, in_use=True)
         if gone is not None:
             self._kept.remove(gone)
         self._kept.append(place)  # before any wait: nobody else may count on this place
         try:
             if gone is not None:
                 await self._drop(gone)
-            copy = await place._block.__aenter__()
+            copy = await target.__aenter__()
             try:
                 await copy.begin_as(source.session)
             except BaseException:

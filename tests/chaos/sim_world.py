@@ -12,6 +12,7 @@ import logging
 import math
 import os
 import random
+import secrets
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -24,7 +25,6 @@ from attrs import define, field
 from chaos.sim_network import Line, SimCluster
 from chaos.sim_stages import CONTEXT, MODEL, OTHER, LyingEngine, SimEngine, SimThread, layers_of
 
-from dgr.client import route_client
 from dgr.client.pipeline import Pipeline, Timeouts
 from dgr.cluster.local import ShardPolicy
 from dgr.core.buffers import new_buffer
@@ -267,7 +267,7 @@ def simulated(seed: str) -> Iterator[Callable[[World], None]]:
         dice = random.Random(f"{seed}/ids")
         patch.setattr(trio._core._run, "_ALLOW_DETERMINISTIC_SCHEDULING", True)
         trio._core._run._r.seed(seed)
-        patch.setattr(route_client.secrets, "token_bytes", lambda n=32: dice.randbytes(n))
+        patch.setattr(secrets, "token_bytes", lambda n=32: dice.randbytes(n))
         patch.setattr(scheduler, "EngineThread", SimThread)
         # Copies of short prompts are worth their slots: contexts are small here.
         patch.setattr(serving_sessions, "WORTH_A_COPY", 10)

@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 import trio
@@ -32,7 +33,7 @@ from dgr.wire.credentials import Credentials
 
 __all__ = ["ANSWER", "CONTEXT", "Storm", "expected_of", "open_storm", "wrong_at"]
 
-CONTEXT = {"n_ctx": 256, "n_batch": 32, "n_ubatch": 32}
+CONTEXT: dict[str, Any] = {"n_ctx": 256, "n_batch": 32, "n_ubatch": 32}
 #: Tokens of an answer.
 ANSWER = 12
 RETRIES, CHUNK, CHUNKS = 2, 10, 6

@@ -26,10 +26,10 @@ from dgr.errors import QueueFull, RequestTimedOut
 from dgr.serving.engine import Job, ServingLimits
 from dgr.serving.line import Line
 
-SLOTS, TOKENS = 4, 8
+SLOTS, TOKENS = 4, 24
 LIMITS = ServingLimits(max_waiting=4, deadline=10.0)
 #: Seconds of a stage's step, which takes no CPU: as a device's.
-STEP = 0.02
+STEP = 0.05
 #: Seconds without overload, and as many times with it.
 SECONDS, TIMES = 60.0, 2
 #: Of the goodput without overload, what is to be left of it.

@@ -252,7 +252,7 @@ async def test_everybody_is_answered_refused_at_once_or_told_by_the_deadline(
 @pytest.mark.chaos
 @pytest.mark.parametrize("way", [library, http])
 async def test_minutes_of_ten_times_the_load_change_nothing(autojump_clock: MockClock, way: Callable[[], Any]) -> None:
-    await check(way, 15 * 60.0)
+    await check(way, 5 * 60.0)
 
 
 def takes_anybody(_: Line, _tokens: int) -> None:
