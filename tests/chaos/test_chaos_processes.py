@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import random
 import secrets
-import tempfile
-import threading
+from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
-import psutil
 import pytest
 import trio
-from chaos.sim_world import open_files
-from chaos.simulation import own_temporary_folder
+from chaos.simulation import held, own_temporary_folder
 from chaos.storm import expected_of, open_storm, wrong_at
 from fixture_types import Prompt
 
@@ -25,18 +21,6 @@ from dgr.testing.waits import until
 
 #: Seconds of storm, by default.
 SECONDS = 120.0
-
-
-def _held() -> dict[str, object]:
-    """What the process has, and must have again."""
-    gc.collect()
-    return {
-        "descriptors": open_files(),
-        "processes": [child.pid for child in psutil.Process().children(recursive=True)],
-        # Trio's own pool, which loads models, keeps its threads for ten idle seconds.
-        "threads": sorted(thread.name for thread in threading.enumerate() if "Trio thread" not in thread.name),
-        "temporary files": sorted(path.name for path in Path(tempfile.gettempdir()).iterdir()),
-    }
 
 
 def test_an_answer_that_parts_from_the_undisturbed_one_is_seen() -> None:
@@ -69,7 +53,7 @@ async def _storm(
     expected: list[list[int]],
     report: Callable[[object], None],
 ) -> None:
-    before = _held()
+    before = held()
     async with open_storm(model, folder, seed) as storm:
         async with trio.open_nursery() as nursery:
             for name in ("one", "two"):
@@ -84,7 +68,6 @@ async def _storm(
     )
     assert storm.wrong == []
     with suppress(DeadlineExceeded):
-        await until(lambda: _held() == before)
-    after = _held()
-    assert [(what, before[what], after[what]) for what in before if before[what] != after[what]] == []
+        await until(lambda: held() == before)
+    assert held() - before == Counter()
     assert storm.answers > 0
