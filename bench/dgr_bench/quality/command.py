@@ -64,7 +64,7 @@ _FULL: dict[str, Any] = {
     "changed_recitals": 3,
     "type_k": ("f16", "q8_0"),
     "weights": ("bf16", "f16", "q8_0", "mixed", "q4_0"),
-    "wires": (Wire.BF16, Wire.F16, Wire.Q8),
+    "wires": (Wire.F32_ZSTD, Wire.BF16, Wire.F16, Wire.Q8),
 }
 _QUICK: dict[str, Any] = {
     "text_tokens": 256,
@@ -74,7 +74,7 @@ _QUICK: dict[str, Any] = {
     "changed_recitals": 1,
     "type_k": ("f16",),
     "weights": ("mixed",),
-    "wires": (Wire.BF16,),
+    "wires": (Wire.F32_ZSTD, Wire.BF16),
 }
 _CHUNK = 128
 _THREADS = (2,)

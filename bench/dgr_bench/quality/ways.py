@@ -83,4 +83,5 @@ def ways(plan: QualityPlan, devices: Sequence[str]) -> Iterator[Way]:
             equals=f"weights {weights}",
         )
     for wire in plan.wires:
-        yield Way(name=f"wire {wire}", chunk=chunk, split=plan.split, wire=wire, numerics=Numerics.SAME_CUTS)
+        numerics, equals = (Numerics.SAME_CUTS, "") if wire.rounds else (Numerics.EXACT, REFERENCE)
+        yield Way(name=f"wire {wire}", chunk=chunk, split=plan.split, wire=wire, numerics=numerics, equals=equals)
