@@ -44,6 +44,7 @@ Kind = Literal[
     "wires",
     "peers",
     "widths",
+    "builds",
     "selftest",
     "compare",
 ]

@@ -143,10 +143,16 @@ class Program:
 
 
 @asynccontextmanager
-async def open_program(*arguments: str, stdin: int = subprocess.DEVNULL) -> AsyncIterator[Program]:
-    """Run ``dgr`` with ``arguments`` for the length of the block; it is told to end, or killed if the block failed."""
+async def open_program(
+    *arguments: str, stdin: int = subprocess.DEVNULL, python: str | None = None
+) -> AsyncIterator[Program]:
+    """Run ``dgr`` with ``arguments`` for the length of the block; it is told to end, or killed if the block failed.
+
+    ``python``: the interpreter of another environment, whose dgr is run.
+    """
+    command = python_module("dgr", *arguments) if python is None else [python, "-I", "-m", "dgr", *arguments]
     process = await trio.lowlevel.open_process(
-        python_module("dgr", *arguments),
+        command,
         stdin=stdin,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
