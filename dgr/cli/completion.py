@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from dgr.cli.options import require_extra
+from dgr.cli.streams import print_json
 
 __all__ = ["register", "run"]
 
@@ -26,6 +27,7 @@ def register(subparsers: argparse._SubParsersAction[Any], whole: argparse.Argume
         ' eval "$(dgr completion bash)"; in zsh into a file _dgr on $fpath; in tcsh into a file that ~/.tcshrc sources.',
     )
     parser.add_argument("shell", choices=_SHELLS, help="the shell")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=partial(run, whole=whole))
 
 
@@ -39,7 +41,11 @@ def run(args: argparse.Namespace, *, whole: argparse.ArgumentParser) -> int:
             action.complete = shtab.FILE  # type: ignore[attr-defined]  # how shtab is told
         elif any(word in _FOLDERS for word in words):
             action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
-    print(shtab.complete(whole, shell=args.shell))
+    script = shtab.complete(whole, shell=args.shell)
+    if args.json:
+        print_json({"shell": args.shell, "script": script})
+    else:
+        print(script)
     return 0
 
 

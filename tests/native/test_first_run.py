@@ -110,7 +110,7 @@ def test_what_is_there_already_is_not_announced(announce: ModuleType, tmp_path: 
     assert len(announce.steps(venv, model)) == 2
     (venv / ".stamp-dgr").touch()
     ((what, seconds),) = announce.steps(venv, model)
-    assert what == "check that all is built, and run the model"
+    assert what == "test the kernels that it needs, answer a prompt on three stages"
     assert seconds <= 10
 
 
