@@ -12,6 +12,8 @@
 # make wheel-cost: this build against the portable one of the wheel
 # make coverage: the default suite, and how much of the code it runs
 # make lint      ruff, mypy, import-linter, clang-format
+# make docs      the site from README.md, docs/ and the docstrings, into build/site; it has an environment of its own
+# make pages     the pages that are written from the code
 # make build     the virtual environment with dgr in it, editable; C++ changes rebuild
 # make ctest     the C++ tests, built on their own out of tree
 #
@@ -23,6 +25,7 @@ BIN    := $(VENV)/bin
 MODEL  := build/demo.gguf
 LOAD   := build/load-client
 RAY    := build/ray
+DOCS   := build/docs
 
 WHEEL  := build/wheel
 WATCH  := cffi_build/watch.py
@@ -54,7 +57,7 @@ $(foreach choice,$(CHOICES),$(eval $(call keep_choice,$(choice))))
 # The build tools of the environment come first, also for the programs that they start.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo announce numerics wheel wheel-cost test-wheel coverage test test-long test-fuzz test-llama-bench test-load load-client test-ray ray test-kernel-builds test-vulkan lint build ctest check-patches check-mtp clean FORCE
+.PHONY: demo announce numerics wheel wheel-cost test-wheel coverage test test-long test-fuzz test-llama-bench test-load load-client test-ray ray test-kernel-builds test-vulkan lint docs pages build ctest check-patches check-mtp clean FORCE
 
 # Exact numerics run with no types but those that were tested on these kernels; here those of this model, in seconds.
 demo: announce $(VENV)/.stamp-dgr $(MODEL)
@@ -175,6 +178,20 @@ lint: build
 	$(BIN)/lint-imports
 	$(BIN)/clang-format --dry-run -Werror $(filter-out cffi_build/stable_abi/%,$(wildcard cffi_build/*.cpp cffi_build/*.h cffi_build/ctest/*.cpp cffi_build/ctest/*.h cffi_build/ctest/*/*.cpp))
 
+# Strict: a link or an anchor that leads nowhere ends it.
+docs: $(DOCS)/.stamp
+	$(DOCS)/bin/python docs/assemble_site.py build/site-source
+	$(DOCS)/bin/zensical build --strict
+
+$(DOCS)/.stamp: constraints-docs.txt pyproject.toml
+	$(PYTHON) -m venv --clear $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-docs.txt --upgrade pip
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-docs.txt --group docs
+	touch $@
+
+pages: build
+	for script in docs/draw_*.py; do $(BIN)/python $$script || exit 1; done
+
 build: $(VENV)/.stamp-dev
 
 $(VENV)/.stamp-tools: constraints.txt
@@ -187,12 +204,12 @@ $(VENV)/.stamp-tools: constraints.txt
 # build/editable and does only what changed.
 $(VENV)/.stamp-dgr: $(VENV)/.stamp-tools pyproject.toml $(NATIVE) $(CHOICES:%=$(VENV)/.%)
 	@$(BIN)/python cffi_build/llama_cpp.py
-	@$(PYTHON) $(WATCH) "dgr, and what it needs from PyPI" -- $(PIP) --no-build-isolation --editable . \
+	@$(PYTHON) $(WATCH) "dgr, and what it needs from PyPI" -- $(PIP) --no-build-isolation --editable '.[http,keys]' \
 		--config-settings=build-dir=$(NATIVE_BUILD) --config-settings=cmake.define.DGR_TEST_EXTENSION=ON
 	@$(BIN)/python -c "import dgr.engine._native"
 	@touch $@
 
-# What developers need besides; a first run does without it.
+# What developers need besides; a first run, and whoever follows the tutorial, does without it.
 $(VENV)/.stamp-dev: $(VENV)/.stamp-dgr
 	@$(PYTHON) $(WATCH) "tools of developers, and every extra, from PyPI" -- $(PIP) --group dev
 	@touch $@

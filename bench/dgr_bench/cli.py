@@ -1,4 +1,4 @@
-"""Entry of ``dgr-bench``: find the command, run it, turn errors into one line and an exit code."""
+"""Entry of ``dgr-bench``: find the command, run it, turn errors into two lines and an exit code."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ import dgr_bench.compare as compare
 import dgr_bench.describe as describe
 import dgr_bench.page as page
 from dgr.cli.exit_codes import run_command
+from dgr.cli.parser import CommandParser
 from dgr.errors import InputError
 from dgr.text import utf8
 from dgr_bench.certify import command as certify
 from dgr_bench.certify import real_model, verify
 from dgr_bench.drill import command as drill
 from dgr_bench.frontier import command as frontier
-from dgr_bench.overhead import builds, hops, predictions, prefill, servers, sessions, wires
+from dgr_bench.overhead import builds, hops, lanes, predictions, prefill, servers, sessions, wires
 from dgr_bench.overhead import command as overhead
 from dgr_bench.peers import command as peers
 from dgr_bench.results import SCHEMA
@@ -43,13 +44,14 @@ _COMMANDS = (
     prefill.COMMAND,
     predictions.COMMAND,
     wires.COMMAND,
+    lanes.COMMAND,
     peers.COMMAND,
     widths.COMMAND,
 )
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="dgr-bench",
         description="Certify and measure dgr. What measures writes result.json, report.md and plots/ into --out.",
     )
