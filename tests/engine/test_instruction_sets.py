@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -67,3 +72,52 @@ def test_the_kernel_tells_what_the_cpu_can_do(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(host, "_lines", lambda _: [])
     assert host.cpu_flags() is None
     assert host.cpu_name()
+
+
+# --- on a CPU that is another one, emulated ---------------------------------------------------------------------------
+
+QEMU = shutil.which("qemu-x86_64-static") or shutil.which("qemu-x86_64")
+#: The emulator shows the host's /proc/cpuinfo: what the emulated CPU can do is said here. ``mutant``: nobody asks.
+ON_HASWELL = """
+import site, sys
+site.addsitedir(sys.argv[1])
+from dgr.engine import instruction_sets, native
+flags = frozenset(sys.argv[2].split())
+instruction_sets.cpu_flags = lambda: flags
+if sys.argv[3] == "mutant":
+    native.check_cpu = lambda built: None
+try:
+    print(native.kernel_fingerprint())
+except native.EngineError as refused:
+    print(refused)
+"""
+
+
+def on_haswell(kind: str) -> subprocess.CompletedProcess[str]:
+    """The extension of this build on an emulated server of 2014."""
+    assert QEMU is not None
+    python = str(Path(sys.executable).resolve())
+    arguments = [sysconfig.get_path("purelib"), " ".join(sorted(HASWELL)), kind]
+    command = [QEMU, "-cpu", "Haswell-noTSX", python, "-c", ON_HASWELL, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+
+
+needs_another_cpu = pytest.mark.skipif(
+    QEMU is None or "AVX512" not in default_native().instruction_sets,
+    reason="needs qemu-user, and a build with AVX-512",
+)
+
+
+@pytest.mark.slow
+@needs_another_cpu
+def test_an_older_cpu_is_told_in_words() -> None:
+    """Nothing of the extension runs what that CPU lacks before the question is asked, its static objects included."""
+    done = on_haswell("asked")
+    assert done.returncode == 0, done.stderr
+    assert "has kernels for AVX512" in done.stdout
+
+
+@pytest.mark.slow
+@needs_another_cpu
+def test_without_the_question_the_process_ends() -> None:
+    assert "Illegal instruction" in on_haswell("mutant").stderr
