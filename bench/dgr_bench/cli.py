@@ -20,7 +20,7 @@ from dgr_bench.certify import real_model, verify
 from dgr_bench.drill import command as drill
 from dgr_bench.frontier import command as frontier
 from dgr_bench.overhead import command as overhead
-from dgr_bench.overhead import hops, predictions, prefill, servers, sessions, wires
+from dgr_bench.overhead import hops, lanes, predictions, prefill, servers, sessions, wires
 from dgr_bench.peers import command as peers
 from dgr_bench.results import SCHEMA
 from dgr_bench.widths import command as widths
@@ -41,6 +41,7 @@ _COMMANDS = (
     prefill.COMMAND,
     predictions.COMMAND,
     wires.COMMAND,
+    lanes.COMMAND,
     peers.COMMAND,
     widths.COMMAND,
 )
