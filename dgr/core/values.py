@@ -13,12 +13,13 @@ from msgspec import Meta, Struct, field
 
 from dgr.core.arguments import check_flag, check_member, check_text, check_whole
 from dgr.core.route import LayerRange
-from dgr.core.scalars import COMPONENTS_MAX, TOP_MAX, U32, U63, Digest, Finite, Name, RouteId, TokenId
+from dgr.core.scalars import COMPONENTS_MAX, STOP_MAX, TOP_MAX, U32, U63, Digest, Finite, Name, RouteId, TokenId
 from dgr.errors import InputError
 
 __all__ = [
     "ComponentSummary",
     "ContextParams",
+    "DecodeRun",
     "Expectation",
     "Key",
     "LogitsWanted",
@@ -174,6 +175,15 @@ class SamplingParams(_Value, frozen=True):
     choice: U32 = 0
     #: Top log-probabilities to return beside the token (0: none).
     top_logprobs: Annotated[int, Meta(ge=0, le=TOP_MAX)] = 0
+
+
+class DecodeRun(_Value, frozen=True):
+    """Leave for the stages to decode on after a drawn token without being asked for the next one."""
+
+    #: Further tokens, at most.
+    tokens: Annotated[int, Meta(ge=1, le=2**32 - 1)]
+    #: After one of these the run ends.
+    stop: Annotated[tuple[TokenId, ...], Meta(max_length=STOP_MAX)] = ()
 
 
 class TopLogprob(_Value, frozen=True):
