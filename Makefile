@@ -2,6 +2,7 @@
 # make test      the default suite
 # make test-long what takes minutes: every cut, the unpatched reference, soaks
 # make test-fuzz:  thousands of damaged inputs, seeded
+# make test-chaos: faults by the thousand, with SEED= and FAULTS= to run some again; every step of every call; long soaks
 # make test-llama-bench: what runs upstream's llama-bench and llama-server, which it builds on demand
 # make test-load: the load client llama-benchy against a server, offline; it has an environment of its own
 # make test-ray: stages in a Ray cluster on this machine; Ray has an environment of its own, over the other one
@@ -54,7 +55,7 @@ $(foreach choice,$(CHOICES),$(eval $(call keep_choice,$(choice))))
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .PHONY: demo numerics test test-long test-fuzz test-llama-bench test-load load-client test-ray ray test-kernel-builds test-vulkan \
-	test-hosts test-sanitizers lint docs pages build ctest check-patches check-mtp clean FORCE
+	test-chaos test-hosts test-sanitizers lint docs pages build ctest check-patches check-mtp clean FORCE
 
 demo: build numerics $(MODEL)
 	$(BIN)/dgr generate --model $(MODEL) --split 0:15,15:29,29:43 --prompt "The quick brown fox" -n 32 --verify
@@ -64,17 +65,22 @@ $(MODEL): $(VENV)/.stamp-dgr
 	test -e $@ || $(BIN)/dgr fixture $@
 	touch $@
 
-DEFAULT := not slow and not native_reference and not llama_bench and not fuzz and not kernel_builds and not load and not ray \
+DEFAULT := not slow and not native_reference and not llama_bench and not fuzz and not chaos and not kernel_builds and not load and not ray \
 	and not vulkan and not hosts and not sanitizers
 
 test: build
 	$(BIN)/python -m pytest -m "$(DEFAULT)"
 
 test-long: build
-	$(BIN)/python -m pytest -m "(slow or native_reference) and not fuzz and not kernel_builds and not ray and not vulkan and not hosts and not sanitizers"
+	$(BIN)/python -m pytest -m "(slow or native_reference) and not fuzz and not chaos and not kernel_builds and not ray and not vulkan and not hosts and not sanitizers"
 
 test-fuzz: build
 	$(BIN)/python -m pytest -m fuzz
+
+# The same order of sets in every process, so that a seed means the same everywhere.
+test-chaos: build
+	PYTHONHASHSEED=0 DGR_CHAOS_SEED=$(SEED) DGR_CHAOS_FAULTS=$(FAULTS) DGR_CHAOS_SECONDS=$(LASTS) \
+		$(BIN)/python -m pytest -m chaos $(if $(findstring .,$(SEED)),tests/chaos/test_chaos_simulation.py,$(ONLY))
 
 test-llama-bench: build
 	$(BIN)/python -m pytest -m llama_bench
