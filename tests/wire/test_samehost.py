@@ -112,20 +112,26 @@ async def test_frames_of_every_length_pass_both_ways_at_once() -> None:
             await link.send(*boundary(session, seq, n_tokens, LIMITS))
             link.send_nowait(Pong(seq))
 
-    async def check(link: Link) -> None:
-        for _ in range(2 * 2 * len(lengths)):
-            received = await anext(link)
+    missing = 2 * 2 * 2 * len(lengths)
+
+    async def check(link: Link, scope: trio.CancelScope) -> None:
+        nonlocal missing
+        async for received in link:  # to the end: what is given back to this side is read here too
             if isinstance(received.frame, Boundary):
                 frame = received.frame
                 again = boundary(frame.key.session, frame.seq, len(frame.tokens), LIMITS)
                 assert bytes(received.payload or b"") == again[1]
+            missing -= 1
+            if not missing:
+                scope.cancel()
 
     with trio.fail_after(60):
         async with linked() as (left, right), trio.open_nursery() as nursery:
             for link in (left, right):
-                nursery.start_soon(check, link)
+                nursery.start_soon(check, link, nursery.cancel_scope)
                 for session in (1, 2):
                     nursery.start_soon(send, link, session)
+    assert not missing
     assert 4 * max(lengths) * LIMITS.boundary_width > RING
 
 
