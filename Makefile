@@ -6,8 +6,12 @@
 # make test-load: the load client llama-benchy against a server, offline; it has an environment of its own
 # make test-ray: stages in a Ray cluster on this machine; Ray has an environment of its own, over the other one
 # make test-vulkan: native numerics on a Vulkan device, a software one where there is no card; a build of its own
+# make test-hosts: stages on several hosts, which are network namespaces of this machine; needs the right to make them
+# make test-sanitizers: native code under AddressSanitizer, UBSan and ThreadSanitizer; builds of its own
 # make test-kernel-builds: exact numerics on builds for other instruction sets, which it makes on demand
 # make lint      ruff, mypy, import-linter, clang-format
+# make docs      the site from README.md, docs/ and the docstrings, into build/site; it has an environment of its own
+# make pages     the pages that are written from the code
 # make build     the virtual environment with dgr in it, editable; C++ changes rebuild
 # make ctest     the C++ tests, built on their own out of tree
 #
@@ -19,6 +23,7 @@ BIN    := $(VENV)/bin
 MODEL  := build/demo.gguf
 LOAD   := build/load-client
 RAY    := build/ray
+DOCS   := build/docs
 
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 NATIVE := $(wildcard cffi_build/*.* cffi_build/stable_abi/* vendor/llama.cpp/*.* vendor/llama.cpp/patches/*)
@@ -36,7 +41,7 @@ export CC CXX
 
 # What the native code is built with. Each choice is kept beside the environment it was built into: another one builds
 # again, and one that is not made leaves what there is. `NAME= make build` goes back to the default.
-CHOICES := DGR_LLAMA_CMAKE_ARGS DGR_EXACT_KERNELS
+CHOICES := DGR_LLAMA_CMAKE_ARGS DGR_EXACT_KERNELS DGR_SANITIZE
 define keep_choice
 ifeq ($$(origin $(1)),undefined)
 $(1) := $$(shell cat $(VENV)/.$(1) 2>/dev/null)
@@ -48,7 +53,8 @@ $(foreach choice,$(CHOICES),$(eval $(call keep_choice,$(choice))))
 # The build tools of the environment come first, also for the programs that they start.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo numerics test test-long test-fuzz test-llama-bench test-load load-client test-ray ray test-kernel-builds test-vulkan lint build ctest check-patches check-mtp clean FORCE
+.PHONY: demo numerics test test-long test-fuzz test-llama-bench test-load load-client test-ray ray test-kernel-builds test-vulkan \
+	test-hosts test-sanitizers lint docs pages build ctest check-patches check-mtp clean FORCE
 
 demo: build numerics $(MODEL)
 	$(BIN)/dgr generate --model $(MODEL) --split 0:15,15:29,29:43 --prompt "The quick brown fox" -n 32 --verify
@@ -58,11 +64,14 @@ $(MODEL): $(VENV)/.stamp-dgr
 	test -e $@ || $(BIN)/dgr fixture $@
 	touch $@
 
+DEFAULT := not slow and not native_reference and not llama_bench and not fuzz and not kernel_builds and not load and not ray \
+	and not vulkan and not hosts and not sanitizers
+
 test: build
-	$(BIN)/python -m pytest -m "not slow and not native_reference and not llama_bench and not fuzz and not kernel_builds and not load and not ray and not vulkan"
+	$(BIN)/python -m pytest -m "$(DEFAULT)"
 
 test-long: build
-	$(BIN)/python -m pytest -m "(slow or native_reference) and not fuzz and not kernel_builds and not ray and not vulkan"
+	$(BIN)/python -m pytest -m "(slow or native_reference) and not fuzz and not kernel_builds and not ray and not vulkan and not hosts and not sanitizers"
 
 test-fuzz: build
 	$(BIN)/python -m pytest -m fuzz
@@ -101,6 +110,44 @@ test-vulkan:
 	$(MAKE) build VENV=build/vulkan/venv NATIVE_BUILD=build/vulkan/editable DGR_LLAMA_CMAKE_ARGS=-DGGML_VULKAN=ON
 	build/vulkan/venv/bin/python -m pytest -m vulkan
 
+test-hosts: build
+	$(BIN)/python -m pytest -m hosts tests/hosts
+
+# Each of the two in a folder of its own, llama.cpp in the cache by its flags. What upstream is let off, and why, is in
+# cffi_build/sanitizers. Python leaks at its end, so leaks are looked for in the C++ tests alone.
+COMMA     := ,
+SANITIZED := build/sanitizers
+REPORTS   := print_stacktrace=1:halt_on_error=1:suppressions=$(CURDIR)/cffi_build/sanitizers
+SANITIZED_TESTS := tests/sanitizers tests/native tests/engine tests/e2e/test_pipeline_bits.py
+# Python knows nothing of the runtime that must come first; without the library of C++ that cannot find what throws. And the
+# package in the working folder has no such extensions.
+PRELOAD = LD_PRELOAD="$(shell $(CC) -print-file-name=libasan.so) $(shell $(CXX) -print-file-name=libstdc++.so)" \
+	ASAN_OPTIONS=detect_leaks=0 PYTHONSAFEPATH=1
+
+define sanitized_ctest
+	DGR_SANITIZE=$(1) cmake -S cffi_build -B $(2) -G Ninja -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -DDGR_TEST_EXTENSION=ON
+	DGR_SANITIZE=$(1) cmake --build $(2) --target $(3)
+	ctest --test-dir $(2) --output-on-failure $(4)
+endef
+
+test-sanitizers: export UBSAN_OPTIONS := $(REPORTS)/undefined.supp
+test-sanitizers: export TSAN_OPTIONS := $(REPORTS)/thread.supp
+test-sanitizers: export LSAN_OPTIONS := suppressions=$(CURDIR)/cffi_build/sanitizers/leaks.supp
+test-sanitizers: build
+	$(call sanitized_ctest,thread,$(SANITIZED)/thread,threads_test faults_test,--tests-regex 'five|threads|race')
+	$(call sanitized_ctest,address$(COMMA)undefined,$(SANITIZED)/memory,all)
+	$(MAKE) $(SANITIZED)/venv
+	$(PRELOAD) $(SANITIZED)/venv/bin/python -m pytest -m "sanitizers or ($(DEFAULT))" $(SANITIZED_TESTS)
+
+# The package with those extensions, and beside it what the development environment has but for its own extensions.
+$(SANITIZED)/venv: FORCE
+	rm -rf $(SANITIZED)/package $@
+	mkdir -p $(SANITIZED)/package
+	cp -R dgr $(SANITIZED)/package
+	cmake --install $(SANITIZED)/memory --prefix $(SANITIZED)/package
+	$(PYTHON) -m venv --without-pip $@
+	printf '%s\n' $(CURDIR)/$(SANITIZED)/package "$$($(BIN)/python -c $(PURELIB))" > "$$($@/bin/python -c $(PURELIB))/dgr-sanitized.pth"
+
 # Which types are exact on these kernels; exact numerics run with no others. Recorded once for every kernel fingerprint.
 numerics: $(VENV)/.stamp-numerics
 
@@ -114,6 +161,20 @@ lint: build
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/clang-format --dry-run -Werror $(filter-out cffi_build/stable_abi/%,$(wildcard cffi_build/*.cpp cffi_build/*.h cffi_build/ctest/*.cpp cffi_build/ctest/*.h cffi_build/ctest/*/*.cpp))
+
+# Strict: a link or an anchor that leads nowhere ends it.
+docs: $(DOCS)/.stamp
+	$(DOCS)/bin/python docs/assemble_site.py build/site-source
+	$(DOCS)/bin/zensical build --strict
+
+$(DOCS)/.stamp: constraints-docs.txt pyproject.toml
+	$(PYTHON) -m venv --clear $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-docs.txt --upgrade pip
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-docs.txt --group docs
+	touch $@
+
+pages: build
+	for script in docs/draw_*.py; do $(BIN)/python $$script || exit 1; done
 
 build: $(VENV)/.stamp-dgr
 
@@ -130,7 +191,7 @@ $(VENV)/.stamp-dgr: $(VENV)/.stamp-tools pyproject.toml $(NATIVE) $(CHOICES:%=$(
 	$(BIN)/python cffi_build/llama_cpp.py
 	$(PIP) --no-build-isolation --editable ".[dev]" \
 		--config-settings=build-dir=$(NATIVE_BUILD) --config-settings=cmake.define.DGR_TEST_EXTENSION=ON
-	$(BIN)/python -c "import dgr.engine._native"
+	$(if $(findstring address,$(DGR_SANITIZE)),$(PRELOAD)) $(BIN)/python -c "import dgr.engine._native"
 	touch $@
 
 $(CHOICES:%=$(VENV)/.%): $(VENV)/.%: FORCE

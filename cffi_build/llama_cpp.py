@@ -16,6 +16,7 @@ DGR_LLAMA_CPP_SOURCE names a checkout to use in place of the download; it must h
 DGR_LLAMA_CMAKE_ARGS are further CMake arguments for llama.cpp, for instance -DGGML_CUDA=ON. With a backend for devices the
 key holds what compiles device code too: its tools, what the environment says of them, and the cards that are here.
 DGR_EXACT_KERNELS=OFF leaves out the kernels of our patches: exact numerics then run on upstream's own, slower.
+DGR_SANITIZE=address,undefined (or thread) compiles llama.cpp, and what is linked with it, under the compiler's sanitizers.
 """
 
 from __future__ import annotations
@@ -88,6 +89,10 @@ PROGRAMS = {
 #: CMake targets of a program, itself first, where they are not its name alone; a binary of each is kept.
 TARGETS = {"rpc-server": ("ggml-rpc-server", "llama-bench")}
 
+#: What DGR_SANITIZE may be: the runtimes of the two cannot be in one program.
+SANITIZERS = ("address", "undefined", "address,undefined", "thread")
+#: Optimised a little, or hours would go by; frame pointers and line numbers for the reports.
+SANITIZER_FLAGS = "-O1 -g1 -fno-omit-frame-pointer"
 
 #: By the option that turns a backend on: programs that decide its device code. ggml compiles for the cards that are here
 #: where it is not told otherwise. Of several names for one thing, a variable first, the first that is set or found counts.
@@ -233,11 +238,27 @@ def device_code(cmake_args: list[str]) -> dict[str, object]:
     }
 
 
+def sanitizing(chosen: str) -> list[str]:
+    """Return CMake arguments that compile C and C++ under sanitizers, with their assertions on."""
+    if not chosen:
+        return []
+    flags = f"{SANITIZER_FLAGS} -fsanitize={chosen}"
+    return [f"-DCMAKE_{language}_FLAGS_RELEASE={flags}" for language in ("C", "CXX")]
+
+
 def exact_kernels() -> str:
     """Return whether exact numerics get kernels of ours, as a CMake truth value."""
     chosen = os.environ.get("DGR_EXACT_KERNELS") or "ON"
     if chosen not in {"ON", "OFF"}:
         raise BuildError(f"DGR_EXACT_KERNELS is {chosen!r}: ON or OFF")
+    return chosen
+
+
+def sanitizers() -> str:
+    """Return the sanitizers to compile with, as ``-fsanitize`` takes them; nothing for a build without."""
+    chosen = os.environ.get("DGR_SANITIZE", "")
+    if chosen and chosen not in SANITIZERS:
+        raise BuildError(f"DGR_SANITIZE is {chosen!r}: nothing, or one of {' '.join(SANITIZERS)}")
     return chosen
 
 
@@ -250,7 +271,12 @@ class Flavour:
         self.cc = shutil.which(cc) or cc
         self.cxx = shutil.which(cxx) or cxx
         self.patch_digest = patch_digest() if patched else "unpatched"
-        self.cmake_args = [*CMAKE_ARGS, *shlex.split(os.environ.get("DGR_LLAMA_CMAKE_ARGS", ""))]
+        self.sanitize = sanitizers()
+        self.cmake_args = [
+            *CMAKE_ARGS,
+            *sanitizing(self.sanitize),
+            *shlex.split(os.environ.get("DGR_LLAMA_CMAKE_ARGS", "")),
+        ]
         if patched:
             self.cmake_args.append(f"-DGGML_CPU_EXACT={exact_kernels()}")
         if program is not None:
@@ -382,6 +408,8 @@ def describe(flavour: Flavour, prefix: Path) -> None:
         "DGR_LLAMA_CPP_COMMIT": PIN["upstream"]["commit"],
         "DGR_PATCH_DIGEST": flavour.patch_digest,
         "DGR_GGML_OPTIONS": options,
+        "DGR_SANITIZE": flavour.sanitize,
+        "DGR_SANITIZER_FLAGS": SANITIZER_FLAGS,
     }
     text = "".join(f'set({name} "{value}")\n' for name, value in lines.items())
     (prefix / "dgr-llama-cpp.cmake").write_text(text, encoding="utf-8")

@@ -68,7 +68,7 @@ async def open_greeted(
         address, credentials=policy.credentials, allow_plain=policy.allow_plain, seconds=policy.handshake
     )
     try:
-        await exchange_preamble(transport, policy.handshake)
+        await exchange_preamble(transport, policy.handshake, f"stage {address}")
     except BaseException:
         await trio.aclose_forcefully(transport)
         raise

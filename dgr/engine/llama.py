@@ -310,6 +310,16 @@ class LlamaEngine(NativeHandle):
         what = f"copying slot {source} to slot {target}"
         self._native.check(self._native.lib.dgr_stage_fork(self._handle, source, target), what)
 
+    def fork_pieces(self, source: int, target: int) -> Generator[None, None, None]:
+        self._check_slot(source)
+        self._check_slot(target)
+        done, what = self._native.ffi.new("bool *"), f"copying slot {source} to slot {target}"
+        while True:
+            self._native.check(self._native.lib.dgr_stage_fork_some(self._handle, source, target, _PIECE, done), what)
+            if done[0]:
+                return
+            yield
+
     def sample(
         self, logits: memoryview | bytes, history: Sequence[int], params: SamplingParams
     ) -> tuple[int, tuple[TopLogprob, ...]]:
