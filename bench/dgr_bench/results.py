@@ -46,6 +46,7 @@ Kind = Literal[
     "peers",
     "quality",
     "widths",
+    "builds",
     "selftest",
     "compare",
 ]

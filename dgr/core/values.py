@@ -218,7 +218,7 @@ class StageIdentity(_Value, frozen=True):
     components: Annotated[tuple[Name, ...], Meta(max_length=COMPONENTS_MAX)]
     #: Capability -> ``executable`` | ``reserved``.
     capabilities: Annotated[dict[Name, Name], Meta(max_length=64)] = field(default_factory=dict)
-    #: Version of dgr and of the native code behind it, e.g. ``0.1.0 llama.cpp 0c1e57098+d5786b98``.
+    #: Version of dgr and of the native code behind it, e.g. ``0.2.0 llama.cpp 0c1e57098+d5786b98``.
     runtime: Name = ""
     #: What may compute, preferred first, e.g. ``CUDA0 NVIDIA H200``; the CPU alone wherever numerics are exact.
     devices: Annotated[tuple[Name, ...], Meta(max_length=64)] = ()

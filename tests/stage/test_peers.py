@@ -23,7 +23,7 @@ def _wait(waits: AwaitedEpochs, link: Link, route: bytes, epoch: int) -> None:
 
 
 def _at(route: bytes, epoch: int, predecessor: str = "before") -> EpochSupervisor:
-    return cast(EpochSupervisor, SimpleNamespace(route=route, epoch=epoch, predecessor=predecessor))
+    return cast("EpochSupervisor", SimpleNamespace(route=route, epoch=epoch, predecessor=predecessor))
 
 
 async def test_a_wait_ends_with_its_epoch_its_link_or_its_time(autojump_clock: MockClock) -> None:

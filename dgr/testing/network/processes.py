@@ -153,13 +153,15 @@ class Program:
 
 
 def open_program(
-    *arguments: str, stdin: int = subprocess.DEVNULL, stderr: int = subprocess.PIPE
+    *arguments: str, stdin: int = subprocess.DEVNULL, stderr: int = subprocess.PIPE, python: str | None = None
 ) -> AbstractAsyncContextManager[Program]:
     """Run ``dgr`` with ``arguments`` for the length of the block; it is told to end, or killed if the block failed.
 
     ``stderr``: a descriptor for what it says there, and whatever it starts; by default it is kept in ``errors``.
+    ``python``: the interpreter of another environment, whose dgr is run.
     """
-    return open_command(*python_module("dgr", *arguments), stdin=stdin, stderr=stderr)
+    command = python_module("dgr", *arguments) if python is None else [python, "-I", "-m", "dgr", *arguments]
+    return open_command(*command, stdin=stdin, stderr=stderr)
 
 
 @asynccontextmanager
