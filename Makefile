@@ -1,7 +1,9 @@
 # make demo      builds everything, makes a small V4 model, generates text through three stages
 # make test      the default suite
 # make test-long what takes minutes: every cut, the unpatched reference, soaks
-# make test-fuzz:  thousands of damaged inputs, seeded
+# make test-fuzz:  thousands of damaged files and hostile connections, seeded
+# make fuzz-coverage: readers of bytes under atheris, TIME=60 seconds each; it has an environment of its own, over the other one
+# make test-http-hostile: schemathesis against a server, over its description; it has an environment of its own
 # make test-llama-bench: what runs upstream's llama-bench and llama-server, which it builds on demand
 # make test-load: the load client llama-benchy against a server, offline; it has an environment of its own
 # make test-ray: stages in a Ray cluster on this machine; Ray has an environment of its own, over the other one
@@ -19,11 +21,18 @@ BIN    := $(VENV)/bin
 MODEL  := build/demo.gguf
 LOAD   := build/load-client
 RAY    := build/ray
+GUIDED := build/guided
+HOSTILE := build/http-hostile
+# Seconds that each target is fuzzed for, and which targets.
+TIME   ?= 60
+TARGETS ?= framer frames route manifest gguf bodies
 
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 NATIVE := $(wildcard cffi_build/*.* cffi_build/stable_abi/* vendor/llama.cpp/*.* vendor/llama.cpp/patches/*)
 
 PURELIB := 'import sysconfig; print(sysconfig.get_path("purelib"))'
+# An environment that sees the development environment as if it were in it.
+over = echo "import site; site.addsitedir('$$($(BIN)/python -c $(PURELIB))')" > $$($(1)/bin/python -c $(PURELIB))/dgr-development.pth
 
 # One choice of compilers for all steps: scikit-build-core would take the names that Python was built with.
 ifeq ($(origin CC),default)
@@ -48,7 +57,7 @@ $(foreach choice,$(CHOICES),$(eval $(call keep_choice,$(choice))))
 # The build tools of the environment come first, also for the programs that they start.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo numerics test test-long test-fuzz test-llama-bench test-load load-client test-ray ray test-kernel-builds test-vulkan lint build ctest check-patches check-mtp clean FORCE
+.PHONY: demo numerics test test-long test-fuzz test-llama-bench test-load load-client test-ray ray fuzz-coverage guided test-http-hostile http-hostile test-kernel-builds test-vulkan lint build ctest check-patches check-mtp clean FORCE
 
 demo: build numerics $(MODEL)
 	$(BIN)/dgr generate --model $(MODEL) --split 0:15,15:29,29:43 --prompt "The quick brown fox" -n 32 --verify
@@ -59,13 +68,37 @@ $(MODEL): $(VENV)/.stamp-dgr
 	touch $@
 
 test: build
-	$(BIN)/python -m pytest -m "not slow and not native_reference and not llama_bench and not fuzz and not kernel_builds and not load and not ray and not vulkan"
+	$(BIN)/python -m pytest -m "not slow and not native_reference and not llama_bench and not fuzz and not kernel_builds and not load and not ray and not vulkan and not http_hostile"
 
 test-long: build
 	$(BIN)/python -m pytest -m "(slow or native_reference) and not fuzz and not kernel_builds and not ray and not vulkan"
 
 test-fuzz: build
 	$(BIN)/python -m pytest -m fuzz
+
+# What is found stays in tests/guided/regressions, where the suite runs it.
+fuzz-coverage: build guided
+	for target in $(TARGETS); do \
+		$(GUIDED)/bin/python tests/guided/run_guided.py $$target --seconds $(TIME) --corpus build/corpus || exit 1; \
+	done
+
+guided: $(GUIDED)/.stamp
+
+$(GUIDED)/.stamp: constraints-guided.txt $(VENV)/.stamp-tools
+	$(PYTHON) -m venv --clear $(GUIDED)
+	$(GUIDED)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-guided.txt atheris
+	$(call over,$(GUIDED))
+	touch $@
+
+test-http-hostile: build http-hostile
+	$(BIN)/python -m pytest -m http_hostile
+
+http-hostile: $(HOSTILE)/.stamp
+
+$(HOSTILE)/.stamp: constraints-http-hostile.txt
+	$(PYTHON) -m venv --clear $(HOSTILE)
+	$(HOSTILE)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-http-hostile.txt schemathesis
+	touch $@
 
 test-llama-bench: build
 	$(BIN)/python -m pytest -m llama_bench
@@ -90,7 +123,7 @@ ray: $(RAY)/.stamp
 $(RAY)/.stamp: constraints-ray.txt $(VENV)/.stamp-tools
 	$(PYTHON) -m venv --clear $(RAY)
 	$(RAY)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-ray.txt 'ray==2.60.*'
-	echo "import site; site.addsitedir('$$($(BIN)/python -c $(PURELIB))')" > $$($(RAY)/bin/python -c $(PURELIB))/dgr-development.pth
+	$(call over,$(RAY))
 	touch $@
 
 test-kernel-builds: build

@@ -1,22 +1,20 @@
-"""Ways to damage the files of a model: bits, numbers, keys, tensor tables, tokenizers, parts, slices and manifests.
-
-Each takes a source of chance, a folder with the whole files and a folder for the damaged ones, and returns the path to open.
-"""
+"""Ways to damage the files of a model: bits, numbers, keys, tensor tables, tokenizers, parts, slices, manifests, MTP blocks."""
 
 from __future__ import annotations
 
 import json
-import os
 import random
 import shutil
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 from dgr.artifact.artifact import Artifact
 from dgr.artifact.manifest import encode_manifest
-from dgr.artifact.slice_metadata import MANIFEST_KEY
+from dgr.artifact.parts import SPLIT_COUNT, SPLIT_NO, SPLIT_TENSORS
+from dgr.artifact.slice_metadata import LAYER_BEGIN, LAYER_END, MANIFEST_KEY, PARENT_KEY
 from dgr.artifact.slicing import write_slice
 from dgr.core.route import LayerRange
 from dgr.gguf.reader import MetaArray, MetaValue, ValueType, read_gguf
@@ -25,43 +23,39 @@ from dgr.gguf.writer import u32
 from dgr.selftest.fixture.edit import edit_gguf, write_in_parts
 from dgr.selftest.fixture.metadata import strings
 from dgr.selftest.fixture.writer import write_fixture
+from dgr.testing.hostile_files.gguf_bytes import CHANGES, NUMBERS, WIDE, Change
+from dgr.testing.hostile_files.gguf_fields import header_fields
+from dgr.testing.hostile_files.kind import Mutation
+from dgr.testing.hostile_files.places import PLACES, misplaced
+from dgr.testing.hostile_files.text_damage import damaged_json, rewritten
+from dgr.v4.hyper_parameters import ARCHITECTURE
 
-__all__ = ["DIRECTED", "KINDS", "Mutation", "damaged_files", "write_whole_files"]
+__all__ = [
+    "DIRECTED",
+    "MANIFEST_DAMAGES",
+    "MODEL_DAMAGES",
+    "MTP_DAMAGES",
+    "PARTS_DAMAGES",
+    "SLICE_DAMAGES",
+    "write_a_slice",
+    "write_model",
+    "write_parts",
+    "write_with_manifest",
+    "write_with_mtp",
+]
 
 _LAYERS = 5
 
-#: Numbers that counts, sizes and ids break on.
-_NUMBERS = (0, 1, 2, 3, 7, 8, 127, 255, 256, 511, 512, 1024, 65535, 2**31 - 1, 2**31, 2**32 - 1)
-_WIDE = (*_NUMBERS, 2**32, 2**40, 2**60, 2**62, 2**63 - 1, 2**63, 2**64 - 32, 2**64 - 1)
 
-Mutation = Callable[[random.Random, Path, Path], Path]
+def _of_model(change: Change) -> Mutation:
+    return rewritten("model.gguf", change)
 
 
-def _header_bytes(model: Path) -> int:
-    return read_gguf(model).data_offset
-
-
-def _flip_bits(drawn: random.Random, base: Path, folder: Path) -> Path:
-    """One to three bits of the header."""
-    data = bytearray((base / "model.gguf").read_bytes())
-    for _ in range(drawn.randint(1, 3)):
-        data[drawn.randrange(_header_bytes(base / "model.gguf"))] ^= 1 << drawn.randrange(8)
-    return _written(folder / "model.gguf", data)
-
-
-def _overwrite(drawn: random.Random, base: Path, folder: Path) -> Path:
-    """A number anywhere in the header."""
-    data = bytearray((base / "model.gguf").read_bytes())
-    at = drawn.randrange(_header_bytes(base / "model.gguf"))
-    new = struct.pack("<Q", drawn.choice(_WIDE)) if drawn.random() < 0.5 else struct.pack("<I", drawn.choice(_NUMBERS))
-    data[at : at + len(new)] = new
-    return _written(folder / "model.gguf", data)
-
-
-def _cut(drawn: random.Random, base: Path, folder: Path) -> Path:
-    data = (base / "model.gguf").read_bytes()
-    end = _header_bytes(base / "model.gguf") if drawn.random() < 0.6 else len(data)
-    return _written(folder / "model.gguf", data[: drawn.randrange(end)])
+def _copied(base: Path, folder: Path) -> Path:
+    """The whole files of a folder, and of them the model."""
+    for path in base.glob("model*"):
+        shutil.copy(path, folder)
+    return folder / "model.gguf"
 
 
 def _change_key(drawn: random.Random, base: Path, folder: Path) -> Path:
@@ -71,7 +65,7 @@ def _change_key(drawn: random.Random, base: Path, folder: Path) -> Path:
     kind = drawn.choice((ValueType.UINT32, ValueType.INT32, ValueType.UINT64, ValueType.FLOAT32, ValueType.BOOL))
     number: float = drawn.choice((0.0, -1.0, float("nan"), float("inf"), 1e30)) if kind is ValueType.FLOAT32 else 0
     if kind in (ValueType.UINT32, ValueType.UINT64):
-        number = drawn.choice(_NUMBERS)
+        number = drawn.choice(NUMBERS)
     elif kind is ValueType.INT32:
         number = drawn.choice((-1, 0, 1, 2**31 - 1, -(2**31)))
     new: MetaValue | None = drawn.choice((None, keys[drawn.choice(list(keys))], MetaValue(kind, number)))
@@ -89,7 +83,7 @@ def _change_table(drawn: random.Random, base: Path, folder: Path) -> Path:
     if drawn.random() < 0.5:
         struct.pack_into("<I", data, at + 8 * len(tensor.ne), drawn.randrange(45))
     else:
-        struct.pack_into("<Q", data, at + 8 * drawn.randrange(len(tensor.ne)), drawn.choice(_WIDE))
+        struct.pack_into("<Q", data, at + 8 * drawn.randrange(len(tensor.ne)), drawn.choice(WIDE))
     return _written(folder / "model.gguf", data)
 
 
@@ -124,45 +118,111 @@ def _change_tokenizer(drawn: random.Random, base: Path, folder: Path) -> Path:
     return edit_gguf(base / "model.gguf", folder / "model.gguf", keys={f"tokenizer.ggml.{name}": changed})
 
 
-def _change_parts(drawn: random.Random, base: Path, folder: Path) -> Path:
-    """A part that is missing, another's, cut, or with a flipped bit."""
-    paths = [Path(shutil.copy(path, folder)) for path in sorted(base.glob("parts-*.gguf"))]
+def _parts_of(folder: Path) -> list[Path]:
+    return sorted(folder.glob("parts-*.gguf"))
+
+
+def _copied_parts(base: Path, folder: Path) -> list[Path]:
+    return [Path(shutil.copy(path, folder)) for path in _parts_of(base)]
+
+
+def _swap_parts(drawn: random.Random, base: Path, folder: Path) -> Path:
+    """A part that is missing, or another's."""
+    paths = _copied_parts(base, folder)
     chosen, other = drawn.choice(paths), drawn.choice(paths)
-    match drawn.randrange(4):
-        case 0 if chosen is not paths[0]:
-            chosen.unlink()
-        case 1:
-            shutil.copy(base / other.name, chosen)
-        case 2:
-            os.truncate(chosen, drawn.randrange(chosen.stat().st_size))
-        case _:
-            data = bytearray(chosen.read_bytes())
-            data[drawn.randrange(min(len(data), _header_bytes(base / chosen.name) + 1))] ^= 1 << drawn.randrange(8)
-            chosen.write_bytes(data)
+    if drawn.random() < 0.3 and chosen is not paths[0]:
+        chosen.unlink()
+    else:
+        shutil.copy(base / other.name, chosen)
     return paths[0]
 
 
-def _change_slice(drawn: random.Random, base: Path, folder: Path) -> Path:
-    """A slice whose own manifest was forged, or with flipped bits."""
-    source, target = base / "slice.gguf", folder / "slice.gguf"
-    if drawn.random() < 0.7:
-        manifest = Artifact.open(source).stored_manifest
-        assert manifest is not None
-        text = _forged(drawn, encode_manifest(manifest))
-        return edit_gguf(
-            source, target, keys={MANIFEST_KEY: MetaValue(ValueType.STRING, text.decode("utf-8", "surrogateescape"))}
-        )
-    data = bytearray(source.read_bytes())
-    data[drawn.randrange(_header_bytes(source))] ^= 1 << drawn.randrange(8)
-    return _written(target, data)
+def _damage_part(change: Change) -> Mutation:
+    def damage(drawn: random.Random, base: Path, folder: Path) -> Path:
+        paths = _copied_parts(base, folder)
+        chosen = drawn.choice(paths)
+        chosen.write_bytes(change(drawn, chosen.read_bytes()))
+        return paths[0]
+
+    return damage
+
+
+def _misplace_part(drawn: random.Random, base: Path, folder: Path) -> Path:
+    paths = _copied_parts(base, folder)
+    chosen = drawn.choice(paths)
+    chosen.unlink()
+    PLACES[drawn.choice(list(PLACES))](chosen)
+    return paths[0]
+
+
+def _change_split(drawn: random.Random, base: Path, folder: Path) -> Path:
+    """What a part says of its place: another number, another type, or nothing."""
+    paths = _copied_parts(base, folder)
+    chosen = drawn.choice(paths)
+    key = drawn.choice((SPLIT_NO, SPLIT_COUNT, SPLIT_TENSORS))
+    kind = drawn.choice((ValueType.UINT16, ValueType.INT32, ValueType.UINT64, ValueType.FLOAT32, ValueType.STRING))
+    number = drawn.choice((0, 1, 2, 3, 4, 99, 65535))
+    value = MetaValue(kind, str(number) if kind is ValueType.STRING else number)
+    edit_gguf(base / chosen.name, chosen, keys={key: drawn.choice((None, value, value))})
+    return paths[0]
+
+
+def _forge_slice(drawn: random.Random, base: Path, folder: Path) -> Path:
+    """A slice whose own manifest was forged."""
+    manifest = Artifact.open(base / "model.gguf").stored_manifest
+    assert manifest is not None
+    whole = encode_manifest(manifest)
+    text = _forged(drawn, whole) if drawn.random() < 0.7 else damaged_json(drawn, whole)
+    value = MetaValue(ValueType.STRING, text.decode("utf-8", "surrogateescape"))
+    return edit_gguf(base / "model.gguf", folder / "model.gguf", keys={MANIFEST_KEY: value})
+
+
+def _change_range(drawn: random.Random, base: Path, folder: Path) -> Path:
+    """A slice that says it holds other layers, or is of another model."""
+    key = drawn.choice((LAYER_BEGIN, LAYER_END, PARENT_KEY))
+    kind = drawn.choice((ValueType.UINT32, ValueType.UINT32, ValueType.INT32, ValueType.UINT64, ValueType.STRING))
+    number = drawn.choice((0, 1, 2, 3, 5, 6, 43, 2**31 - 1))
+    value = MetaValue(kind, str(number) if kind is ValueType.STRING else number)
+    return edit_gguf(base / "model.gguf", folder / "model.gguf", keys={key: drawn.choice((None, value, value))})
 
 
 def _change_manifest(drawn: random.Random, base: Path, folder: Path) -> Path:
     """A manifest beside the whole model."""
-    shutil.copy(base / "model.gguf", folder)
-    text = _forged(drawn, (base / "model.manifest.json").read_bytes())
-    (folder / "model.manifest.json").write_bytes(text)
-    return folder / "model.gguf"
+    model, name = _copied(base, folder), "model.manifest.json"
+    text = (base / name).read_bytes()
+    (folder / name).write_bytes(_forged(drawn, text) if drawn.random() < 0.5 else damaged_json(drawn, text))
+    return model
+
+
+def _misplace_manifest(drawn: random.Random, base: Path, folder: Path) -> Path:
+    model = _copied(base, folder)
+    path = folder / "model.manifest.json"
+    path.unlink()
+    PLACES[drawn.choice(list(PLACES))](path)
+    return model
+
+
+def _change_mtp(drawn: random.Random, base: Path, folder: Path) -> Path:
+    """A model whose block for multi-token prediction is said to be another, or is not whole."""
+    model = base / "model.gguf"
+    block = [name for name in read_gguf(model).tensors if name.startswith(f"blk.{_LAYERS}.")]
+    key = f"{ARCHITECTURE}.{drawn.choice(('nextn_predict_layers', 'block_count', 'dgr.mtp', 'dgr.nextn'))}"
+    kind = drawn.choice((ValueType.UINT32, ValueType.UINT32, ValueType.INT32, ValueType.BOOL, ValueType.UINT64))
+    value = MetaValue(
+        kind, drawn.choice((0, 1, 2, _LAYERS, _LAYERS + 1, 2**31 - 1)) if kind is not ValueType.BOOL else True
+    )
+    gone = drawn.sample(block, drawn.choice((0, 0, 1, len(block))))
+    return edit_gguf(model, folder / "model.gguf", keys={key: drawn.choice((value, None))}, drop=gone)
+
+
+def _mtp_alone(drawn: random.Random, base: Path, folder: Path) -> Path:
+    """The block without main layers, or with some of them."""
+    model = base / "model.gguf"
+    trunk = [
+        name for name in read_gguf(model).tensors if name.startswith(tuple(f"blk.{one}." for one in range(_LAYERS)))
+    ]
+    kept = drawn.choice((0, 0, 1, len(trunk) // 2))
+    return edit_gguf(model, folder / "model.gguf", drop=trunk[kept:])
 
 
 def _forged(drawn: random.Random, text: bytes) -> bytes:
@@ -170,7 +230,7 @@ def _forged(drawn: random.Random, text: bytes) -> bytes:
     entry = drawn.choice(said["tensors"])
     match drawn.randrange(7):
         case 0:
-            entry[2] = [drawn.choice(_WIDE) for _ in range(drawn.randint(0, 5))]
+            entry[2] = [drawn.choice(WIDE) for _ in range(drawn.randint(0, 5))]
         case 1:
             entry[1] = drawn.choice((-1, 1, 2, 4, 26, 39, 99, 2**40))
         case 2:
@@ -193,19 +253,24 @@ def _written(path: Path, data: bytes | bytearray) -> Path:
     return path
 
 
-#: Kinds of damage, in turn.
-KINDS: Mapping[str, Mutation] = {
-    "bits": _flip_bits,
-    "number": _overwrite,
-    "cut": _cut,
+#: What is done to a file that is one model: its bytes, and its keys, table, weights and tokenizer.
+MODEL_DAMAGES: Mapping[str, Mutation] = {
+    **{name: _of_model(change) for name, change in CHANGES.items()},
     "key": _change_key,
     "table": _change_table,
     "weights": _change_weights,
     "tokenizer": _change_tokenizer,
-    "parts": _change_parts,
-    "slice": _change_slice,
-    "manifest": _change_manifest,
+    "place": misplaced(_copied),
 }
+PARTS_DAMAGES: Mapping[str, Mutation] = {
+    **{name: _damage_part(change) for name, change in CHANGES.items()},
+    "swapped": _swap_parts,
+    "split": _change_split,
+    "place": _misplace_part,
+}
+SLICE_DAMAGES: Mapping[str, Mutation] = {**MODEL_DAMAGES, "forged": _forge_slice, "range": _change_range}
+MANIFEST_DAMAGES: Mapping[str, Mutation] = {"manifest": _change_manifest, "place": _misplace_manifest}
+MTP_DAMAGES: Mapping[str, Mutation] = {**MODEL_DAMAGES, "block": _change_mtp, "alone": _mtp_alone}
 
 
 def _text(value: str) -> MetaValue:
@@ -269,27 +334,47 @@ def _integer_scale(_: random.Random, base: Path, folder: Path) -> Path:
     return _written(folder / "model.gguf", data)
 
 
+def _endless_text(_: random.Random, base: Path, folder: Path) -> Path:
+    """A value that says it is longer than any file."""
+    data = (base / "model.gguf").read_bytes()
+    fields = header_fields(data)
+    at = next(one.at for before, one in pairwise(fields) if (before.what, one.what) == ("type", "length"))
+    return _written(folder / "model.gguf", data[:at] + struct.pack("<Q", 1 << 40) + data[at + 8 :])
+
+
 #: What once ended the process, or would without a check; the same for every seed.
 DIRECTED: Mapping[str, Mutation] = {
     **{name: partial(_with_keys, keys) for name, keys in _BAD_KEYS.items()},
     "a scale of integers": _integer_scale,
+    "a text of a tebibyte": _endless_text,
 }
 
 
-def write_whole_files(base: Path) -> None:
-    """A small model, its manifest, the same in parts, and a slice of it."""
-    model = base / "model.gguf"
-    write_fixture(model, preset="min", layers=_LAYERS)
-    artifact = Artifact.open(model)
-    (base / "model.manifest.json").write_bytes(encode_manifest(artifact.manifest()))
-    write_in_parts(model, base / "parts", 3)
-    write_slice(artifact, LayerRange(1, 3), base / "slice.gguf")
+def write_model(base: Path) -> None:
+    """A small model."""
+    write_fixture(base / "model.gguf", preset="min", layers=_LAYERS)
 
 
-def damaged_files(seed: int, n_cases: int) -> Iterator[tuple[str, Mutation]]:
-    """Name and change of every case: the directed ones, then those that are drawn."""
-    yield from DIRECTED.items()
-    kinds = list(KINDS.items())
-    for index in range(n_cases):
-        name, change = kinds[index % len(kinds)]
-        yield f"{name} {seed}:{index}", change
+def write_parts(base: Path) -> None:
+    """The same in parts, ``parts-00001-of-00003.gguf`` the first."""
+    write_model(base)
+    write_in_parts(base / "model.gguf", base / "parts", 3)
+
+
+def write_a_slice(base: Path) -> None:
+    """A slice of it, which is ``model.gguf`` then."""
+    write_model(base)
+    write_slice(Artifact.open(base / "model.gguf"), LayerRange(1, 3), base / "slice.gguf")
+    (base / "slice.gguf").replace(base / "model.gguf")
+
+
+def write_with_manifest(base: Path) -> None:
+    """The model and its manifest beside it."""
+    write_model(base)
+    manifest = Artifact.open(base / "model.gguf").manifest()
+    (base / "model.manifest.json").write_bytes(encode_manifest(manifest))
+
+
+def write_with_mtp(base: Path) -> None:
+    """The model with a block for multi-token prediction behind its layers."""
+    write_fixture(base / "model.gguf", preset="min", layers=_LAYERS, mtp=True)
