@@ -14,10 +14,12 @@ from pathlib import Path
 import atheris
 
 HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE.parent))
+sys.path[:0] = [str(HERE.parent), str(HERE.parents[1])]
+# What finds the sources of an editable install loads them in a way of its own, which leaves nothing to follow: it goes last.
+sys.meta_path.sort(key=lambda finder: type(finder).__module__.startswith("_editable"))
 
 #: What is followed; everything that was imported before is not.
-with atheris.instrument_imports(include=["dgr", "guided"]):
+with atheris.instrument_imports(include=["dgr", "guided", "tomllib"]):
     from guided.targets import TARGETS
 
 
