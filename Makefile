@@ -10,6 +10,8 @@
 # make test-vulkan: native numerics on a Vulkan device, a software one where there is no card; a build of its own
 # make test-kernel-builds: exact numerics on builds for other instruction sets, which it makes on demand
 # make lint      ruff, mypy, import-linter, clang-format
+# make docs      the site from README.md, docs/ and the docstrings, into build/site; it has an environment of its own
+# make pages     the pages that are written from the code
 # make build     the virtual environment with dgr in it, editable; C++ changes rebuild
 # make ctest     the C++ tests, built on their own out of tree
 #
@@ -26,6 +28,7 @@ HOSTILE := build/http-hostile
 # Seconds that each target is fuzzed for, and which targets.
 TIME   ?= 60
 TARGETS ?= framer frames route manifest gguf bodies
+DOCS   := build/docs
 
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 NATIVE := $(wildcard cffi_build/*.* cffi_build/stable_abi/* vendor/llama.cpp/*.* vendor/llama.cpp/patches/*)
@@ -57,7 +60,7 @@ $(foreach choice,$(CHOICES),$(eval $(call keep_choice,$(choice))))
 # The build tools of the environment come first, also for the programs that they start.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo numerics test test-long test-fuzz test-llama-bench test-load load-client test-ray ray fuzz-coverage guided test-http-hostile http-hostile test-kernel-builds test-vulkan lint build ctest check-patches check-mtp clean FORCE
+.PHONY: demo numerics test test-long test-fuzz test-llama-bench test-load load-client test-ray ray fuzz-coverage guided test-http-hostile http-hostile test-kernel-builds test-vulkan lint docs pages build ctest check-patches check-mtp clean FORCE
 
 demo: build numerics $(MODEL)
 	$(BIN)/dgr generate --model $(MODEL) --split 0:15,15:29,29:43 --prompt "The quick brown fox" -n 32 --verify
@@ -147,6 +150,20 @@ lint: build
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/clang-format --dry-run -Werror $(filter-out cffi_build/stable_abi/%,$(wildcard cffi_build/*.cpp cffi_build/*.h cffi_build/ctest/*.cpp cffi_build/ctest/*.h cffi_build/ctest/*/*.cpp))
+
+# Strict: a link or an anchor that leads nowhere ends it.
+docs: $(DOCS)/.stamp
+	$(DOCS)/bin/python docs/assemble_site.py build/site-source
+	$(DOCS)/bin/zensical build --strict
+
+$(DOCS)/.stamp: constraints-docs.txt pyproject.toml
+	$(PYTHON) -m venv --clear $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-docs.txt --upgrade pip
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-docs.txt --group docs
+	touch $@
+
+pages: build
+	for script in docs/draw_*.py; do $(BIN)/python $$script || exit 1; done
 
 build: $(VENV)/.stamp-dgr
 

@@ -46,6 +46,7 @@ Kind = Literal[
     "prefill",
     "plan",
     "wires",
+    "lanes",
     "peers",
     "widths",
     "selftest",

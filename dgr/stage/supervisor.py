@@ -19,6 +19,7 @@ from dgr.core.state_machine import StateMachine
 from dgr.core.values import Key, StageIdentity
 from dgr.engine.base import FORK
 from dgr.errors import DgrError, WireError
+from dgr.protocol.lossless import push
 from dgr.protocol.states import EPOCH, EpochEvent, EpochState
 from dgr.stage.draining import DRAINING, Draining
 from dgr.stage.ledger import Lease, Ledger
@@ -443,4 +444,4 @@ class EpochSupervisor:
             return
         if self._successor is None:
             raise WireError("this stage has no successor in the current epoch")
-        await self._successor.send(frame, payload)
+        await push(self._successor, frame, payload)

@@ -80,7 +80,7 @@ __all__ = [
 ]
 
 #: Grows with every change of the union.
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 
 
 class _Message(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -187,7 +187,7 @@ class QueryTrace(_Message, frozen=True, tag=12):
 
 class Boundary(_Message, frozen=True, tag=7):
     """Work for the next stage. The payload is the residual: ``len(tokens)`` rows of the
-    stages' width, little-endian float32 or as the context's ``wire`` says."""
+    stages' width, little-endian float32 or as the context's ``wire`` says; one that has fewer bytes is packed."""
 
     key: Key
     seq: U63

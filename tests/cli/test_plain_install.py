@@ -76,6 +76,7 @@ def test_every_module_is_imported_but_those_of_an_extra() -> None:
     names = ("api", "connections", "http", "metrics", "monitor")
     folders = tuple(f"dgr.serving.{name}." for name in names)
     assert needs.pop("dgr.serving.tracing.otel") == "opentelemetry"
+    assert needs.pop("dgr.protocol.planes") == "zstandard"
     assert {needs.pop("dgr.cli.ray_actor"), needs.pop("dgr.cli.ray_up")} == {"ray"}
     assert all(module.startswith(folders) and needed in HTTP for module, needed in needs.items()), needs
 
