@@ -59,10 +59,10 @@ async def _say(stream: Transport, *words: bytes) -> None:
 async def _end(stream: Transport, rng: random.Random) -> None:
     """Wait for the end that the stage makes, or go first: orderly, half, or by a reset."""
     how = rng.choice(["wait", "half", "leave", "reset"])
-    plain = stream if isinstance(stream, trio.SocketStream) else stream.transport_stream
+    plain = stream.transport_stream if isinstance(stream, trio.SSLStream) else stream
     if how == "half" and isinstance(stream, trio.SocketStream):
         await stream.send_eof()
-    if how == "reset":
+    if how == "reset" and isinstance(plain, trio.SocketStream):
         plain.setsockopt(trio.socket.SOL_SOCKET, trio.socket.SO_LINGER, struct.pack("ii", 1, 0))
     if how in ("wait", "half"):
         with trio.move_on_after(0.1):
