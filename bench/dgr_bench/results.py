@@ -49,6 +49,7 @@ Kind = Literal[
     "lanes",
     "peers",
     "widths",
+    "builds",
     "selftest",
     "compare",
 ]
