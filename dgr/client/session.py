@@ -139,7 +139,7 @@ class ClientSession:
         if not whole:
             raise InputError("there is nothing to go on from: give a prompt of at least one token")
         self._rewrite(whole)
-        turn = Turn(self, self.turn, drawn_with, ending, self._ahead if ahead is None else ahead)
+        turn = Turn(self, self._draw, self.turn, drawn_with, ending, self._ahead if ahead is None else ahead)
         return Generation(turn, self._vocabulary, max_tokens)
 
     async def logits(self, tokens: Sequence[int], rows: Callable[[int, memoryview], None]) -> None:
@@ -244,8 +244,8 @@ class ClientSession:
 
     # --- the one way forward ---
 
-    async def draw(self, sampling: SamplingParams, run: DecodeRun | None = None) -> frames.Token:
-        """See :meth:`dgr.client.generation.AnsweringSession.draw`; for answers."""
+    async def _draw(self, sampling: SamplingParams, run: DecodeRun | None = None) -> frames.Token:
+        """For answers: see :attr:`dgr.client.generation.Turn.draw`."""
         token = await self._commit(WorkRequest(sampling=sampling, run=run))
         assert token is not None
         self.transcript.append(token.token)
