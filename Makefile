@@ -2,6 +2,7 @@
 # make test      the default suite
 # make test-long what takes minutes: every cut, the unpatched reference, soaks
 # make test-fuzz:  thousands of damaged inputs, seeded
+# make test-chaos: faults by the thousand, with SEED= and FAULTS= to run some again; every step of every call; long soaks
 # make test-llama-bench: what runs upstream's llama-bench and llama-server, which it builds on demand
 # make test-load: the load client llama-benchy against a server, offline; it has an environment of its own
 # make test-ray: stages in a Ray cluster on this machine; Ray has an environment of its own, over the other one
@@ -10,6 +11,8 @@
 # make test-sanitizers: native code under AddressSanitizer, UBSan and ThreadSanitizer; builds of its own
 # make test-kernel-builds: exact numerics on builds for other instruction sets, which it makes on demand
 # make lint      ruff, mypy, import-linter, clang-format
+# make docs      the site from README.md, docs/ and the docstrings, into build/site; it has an environment of its own
+# make pages     the pages that are written from the code
 # make build     the virtual environment with dgr in it, editable; C++ changes rebuild
 # make ctest     the C++ tests, built on their own out of tree
 #
@@ -21,6 +24,7 @@ BIN    := $(VENV)/bin
 MODEL  := build/demo.gguf
 LOAD   := build/load-client
 RAY    := build/ray
+DOCS   := build/docs
 
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 NATIVE := $(wildcard cffi_build/*.* cffi_build/stable_abi/* vendor/llama.cpp/*.* vendor/llama.cpp/patches/*)
@@ -51,7 +55,7 @@ $(foreach choice,$(CHOICES),$(eval $(call keep_choice,$(choice))))
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .PHONY: demo numerics test test-long test-fuzz test-llama-bench test-load load-client test-ray ray test-kernel-builds test-vulkan \
-	test-hosts test-sanitizers lint build ctest check-patches check-mtp clean FORCE
+	test-chaos test-hosts test-sanitizers lint docs pages build ctest check-patches check-mtp clean FORCE
 
 demo: build numerics $(MODEL)
 	$(BIN)/dgr generate --model $(MODEL) --split 0:15,15:29,29:43 --prompt "The quick brown fox" -n 32 --verify
@@ -61,17 +65,22 @@ $(MODEL): $(VENV)/.stamp-dgr
 	test -e $@ || $(BIN)/dgr fixture $@
 	touch $@
 
-DEFAULT := not slow and not native_reference and not llama_bench and not fuzz and not kernel_builds and not load and not ray \
+DEFAULT := not slow and not native_reference and not llama_bench and not fuzz and not chaos and not kernel_builds and not load and not ray \
 	and not vulkan and not hosts and not sanitizers
 
 test: build
 	$(BIN)/python -m pytest -m "$(DEFAULT)"
 
 test-long: build
-	$(BIN)/python -m pytest -m "(slow or native_reference) and not fuzz and not kernel_builds and not ray and not vulkan and not hosts and not sanitizers"
+	$(BIN)/python -m pytest -m "(slow or native_reference) and not fuzz and not chaos and not kernel_builds and not ray and not vulkan and not hosts and not sanitizers"
 
 test-fuzz: build
 	$(BIN)/python -m pytest -m fuzz
+
+# The same order of sets in every process, so that a seed means the same everywhere.
+test-chaos: build
+	PYTHONHASHSEED=0 DGR_CHAOS_SEED=$(SEED) DGR_CHAOS_FAULTS=$(FAULTS) DGR_CHAOS_SECONDS=$(LASTS) \
+		$(BIN)/python -m pytest -m chaos $(if $(findstring .,$(SEED)),tests/chaos/test_chaos_simulation.py,$(ONLY))
 
 test-llama-bench: build
 	$(BIN)/python -m pytest -m llama_bench
@@ -158,6 +167,20 @@ lint: build
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/clang-format --dry-run -Werror $(filter-out cffi_build/stable_abi/%,$(wildcard cffi_build/*.cpp cffi_build/*.h cffi_build/ctest/*.cpp cffi_build/ctest/*.h cffi_build/ctest/*/*.cpp))
+
+# Strict: a link or an anchor that leads nowhere ends it.
+docs: $(DOCS)/.stamp
+	$(DOCS)/bin/python docs/assemble_site.py build/site-source
+	$(DOCS)/bin/zensical build --strict
+
+$(DOCS)/.stamp: constraints-docs.txt pyproject.toml
+	$(PYTHON) -m venv --clear $(DOCS)
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-docs.txt --upgrade pip
+	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-docs.txt --group docs
+	touch $@
+
+pages: build
+	for script in docs/draw_*.py; do $(BIN)/python $$script || exit 1; done
 
 build: $(VENV)/.stamp-dgr
 

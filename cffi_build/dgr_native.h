@@ -184,6 +184,9 @@ int32_t dgr_stage_clear_some(dgr_stage * stage, int32_t slot, uint64_t n_bytes, 
 // Copies all that a slot holds into an empty one, which then goes on by itself; the source is as it was. After DGR_ERR_LOST
 // the target alone must be cleared.
 int32_t dgr_stage_fork(dgr_stage * stage, int32_t source, int32_t target);
+// The same in pieces of about n_bytes, between which other slots may run, and the source too: the copy is of what it held at
+// the first piece. The target runs nothing before *done. Clearing the source between two pieces is DGR_ERR_LOST.
+int32_t dgr_stage_fork_some(dgr_stage * stage, int32_t source, int32_t target, uint64_t n_bytes, bool * done);
 int32_t dgr_stage_summary(const dgr_stage * stage, int32_t slot, dgr_state_summary * out);
 // The same summary in pieces of about n_bytes, between which the stage may do other work; *out is filled when it is done. When
 // the slot itself has changed it is DGR_READING_MOVED: open another reader.

@@ -42,6 +42,7 @@ Kind = Literal[
     "prefill",
     "plan",
     "wires",
+    "lanes",
     "peers",
     "widths",
     "selftest",

@@ -1,11 +1,10 @@
-"""Entry of the ``dgr`` command: find the command, run it, turn errors into one line and an exit code."""
+"""Entry of the ``dgr`` command: find the command, run it, turn errors into two lines and an exit code."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
 from importlib.metadata import version
-from typing import NoReturn
 
 from dgr.cli import (
     benchmark,
@@ -27,8 +26,8 @@ from dgr.cli import (
 )
 from dgr.cli.exit_codes import run_command
 from dgr.cli.logs import FORMAT_VARIABLE, FORMATS, LEVELS, start_logging
+from dgr.cli.parser import CommandParser
 from dgr.engine.native import build_info
-from dgr.text import printable
 
 __all__ = ["main"]
 
@@ -44,15 +43,10 @@ class _Version(argparse.Action):
         parser.exit()
 
 
-class _Parser(argparse.ArgumentParser):
-    """Repeats no control character of an argument that it refuses; argparse makes parsers of commands of this class too."""
-
-    def error(self, message: str) -> NoReturn:
-        super().error(printable(message))
-
-
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="dgr", description="Run DeepSeek V4 Flash as a pipeline of layer-range stages, bit for bit.")
+    parser = CommandParser(
+        prog="dgr", description="Run DeepSeek V4 Flash as a pipeline of layer-range stages, bit for bit."
+    )
     parser.add_argument("--version", action=_Version)
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in (

@@ -21,6 +21,7 @@ from dgr.errors import (
     SchemaMismatch,
 )
 from dgr.wire.credentials import Credentials, greet
+from dgr.wire.samehost.addresses import socket_path
 from dgr.wire.tcp import parse_address
 
 __all__ = ["Finding", "causes", "certificate_step", "next_step", "own_findings", "peer_finding", "said_step"]
@@ -156,8 +157,11 @@ async def next_step(address: str, error: DgrError, credentials: Credentials | No
         return "the name is not known on this host: correct it in the route file, or in DNS"
     if not isinstance(error, LinkBroken | DeadlineExceeded):
         return said_step(error)
-    if any(isinstance(cause, ConnectionRefusedError) for cause in found):
+    if any(isinstance(cause, ConnectionRefusedError | FileNotFoundError) for cause in found):
         return "nothing listens there: start the stage there (dgr stage), and check its address"
+    if socket_path(address) is not None:
+        denied = any(isinstance(cause, PermissionError) for cause in found)
+        return "the socket is another user's: run stages and clients as one user" if denied else said_step(error)
     if not await _takes_connections(address):
         return "the host takes no connection: see whether it is up, and check address, routes and firewall"
     if isinstance(error, DeadlineExceeded):
@@ -179,10 +183,12 @@ async def next_step(address: str, error: DgrError, credentials: Credentials | No
 
 
 async def _takes_connections(address: str) -> bool:
-    host, port = parse_address(address)
     with trio.move_on_after(_KNOCK):
         try:
-            stream = await trio.open_tcp_stream(host, port)
+            if (path := socket_path(address)) is not None:
+                stream = await trio.open_unix_socket(path)
+            else:
+                stream = await trio.open_tcp_stream(*parse_address(address))
         except OSError:
             return False
         await trio.aclose_forcefully(stream)

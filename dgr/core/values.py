@@ -13,12 +13,13 @@ from msgspec import Meta, Struct, field
 
 from dgr.core.arguments import check_flag, check_member, check_text, check_whole
 from dgr.core.route import LayerRange
-from dgr.core.scalars import COMPONENTS_MAX, TOP_MAX, U32, U63, Digest, Finite, Name, RouteId, TokenId
+from dgr.core.scalars import COMPONENTS_MAX, STOP_MAX, TOP_MAX, U32, U63, Digest, Finite, Name, RouteId, TokenId
 from dgr.errors import InputError
 
 __all__ = [
     "ComponentSummary",
     "ContextParams",
+    "DecodeRun",
     "Expectation",
     "Key",
     "LogitsWanted",
@@ -57,6 +58,8 @@ class Wire(StrEnum):
 
     #: As they are.
     F32 = "f32"
+    #: As they are, in fewer bytes where a link leaves the host (:mod:`dgr.protocol.planes`).
+    F32_ZSTD = "f32+zstd"
     #: 8 bits of precision, the range of f32.
     BF16 = "bf16"
     #: 11 bits of precision, magnitudes to 65504; a greater one ends its request.
@@ -64,10 +67,20 @@ class Wire(StrEnum):
     #: Blocks of 32 values of 8 bits with a scale (ggml's q8_0), magnitudes to 8.3e6.
     Q8 = "q8"
 
+    @property
+    def packs(self) -> bool:
+        """Whether a payload may have fewer bytes than its rows, with nothing lost."""
+        return self is Wire.F32_ZSTD
+
+    @property
+    def rounds(self) -> bool:
+        """Whether what arrives may be other values than what was sent."""
+        return self not in (Wire.F32, Wire.F32_ZSTD)
+
     def row_bytes(self, width: int) -> int:
-        """Bytes of one token's residual of ``width`` values."""
+        """Bytes of one token's residual of ``width`` values, as an engine takes and gives it."""
         match self:
-            case Wire.F32:
+            case Wire.F32 | Wire.F32_ZSTD:
                 return 4 * width
             case Wire.BF16 | Wire.F16:
                 return 2 * width
@@ -133,10 +146,10 @@ class ContextParams(_Value, frozen=True):
         check_flag("flash_attn", self.flash_attn)
         check_member("numerics", self.numerics, Numerics)
         check_member("wire", self.wire, Wire)
-        if self.wire is not Wire.F32 and self.numerics is Numerics.EXACT:
+        if self.wire.rounds and self.numerics is Numerics.EXACT:
             raise InputError(
                 f"wire {self.wire} rounds residuals where the model is cut, and numerics = exact promise the same bits however"
-                " it is cut; choose numerics = same-cuts (the same bits over the same cuts), or wire = f32"
+                " it is cut; choose numerics = same-cuts (the same bits over the same cuts), or wire = f32 or f32+zstd"
             )
 
 
@@ -162,6 +175,15 @@ class SamplingParams(_Value, frozen=True):
     choice: U32 = 0
     #: Top log-probabilities to return beside the token (0: none).
     top_logprobs: Annotated[int, Meta(ge=0, le=TOP_MAX)] = 0
+
+
+class DecodeRun(_Value, frozen=True):
+    """Leave for the stages to decode on after a drawn token without being asked for the next one."""
+
+    #: Further tokens, at most.
+    tokens: Annotated[int, Meta(ge=1, le=2**32 - 1)]
+    #: After one of these the run ends.
+    stop: Annotated[tuple[TokenId, ...], Meta(max_length=STOP_MAX)] = ()
 
 
 class TopLogprob(_Value, frozen=True):
