@@ -15,10 +15,7 @@ static void zero_rows(const ggml_tensor * tensor, int32_t slot, uint32_t begin, 
     }
 }
 
-// llama.cpp keeps book of every token, in trees: freeing one takes about as long as clearing so many bytes.
-constexpr uint64_t CELL_BYTES = 2048;
-
-static llama_kv_cache_dsv4 & cache_of(const dgr_stage & stage) {
+llama_kv_cache_dsv4 & cache_of(const dgr_stage & stage) {
     auto * cache = dynamic_cast<llama_kv_cache_dsv4 *>(llama_get_memory(stage.ctx.get()));
     if (!cache) {
         fail(DGR_ERR_INTERNAL, "the context has no DeepSeek V4 cache");
@@ -26,14 +23,41 @@ static llama_kv_cache_dsv4 & cache_of(const dgr_stage & stage) {
     return *cache;
 }
 
-// Clears what every token changes: the window and the rings.
+bool walk_rows(const dgr_stage & stage, row_walk & walk, uint32_t n_tokens, uint64_t n_bytes, uint64_t done,
+    const visit_rows & visit) {
+    for (; walk.component < stage.components.size(); ++walk.component, walk.layer = 0) {
+        const component & c = stage.components[walk.component];
+        if (c.ratio <= 1) {
+            continue;
+        }
+        const uint32_t end = std::min(n_tokens / c.ratio, c.capacity);
+        for (; walk.layer < c.layers.size(); ++walk.layer, walk.row = 0) {
+            const ggml_tensor * rows = c.layers[walk.layer].rows;
+            while (walk.row < end) {
+                if (done >= n_bytes) {
+                    return false;
+                }
+                const uint64_t most = std::max<uint64_t>(1, (n_bytes - done) / rows->nb[1]);
+                const uint32_t next = (uint32_t) std::min<uint64_t>(end, walk.row + most);
+                visit(rows, walk.row, next);
+                done += (uint64_t) (next - walk.row) * rows->nb[1];
+                walk.row = next;
+            }
+        }
+    }
+    return true;
+}
+
+// Clears what every token changes: the window, the rings, and the last of the compressed rows, which takes dummy writes.
 static void begin_clearing(dgr_stage & stage, int32_t slot) {
     llama_synchronize(stage.ctx.get()); // what failed half way may still write
     dgr_stage::clearing & to_do = stage.clearings[slot];
     to_do.cells                 = std::max<uint32_t>(1, position(stage, slot));
     to_do.tokens                = std::max(stage.entered[slot], to_do.cells);
     stage.lost[slot]            = true; // until all of it is zero
+    stage.copies[slot]          = {};
     ++stage.changes[slot];
+    ++stage.erased[slot];
 
     const llama_kv_cache_dsv4 & cache = cache_of(stage);
     for (llama_dsv4_comp_state * ring : { cache.get_csa_state(), cache.get_hca_state(), cache.get_lid_state() }) {
@@ -41,6 +65,13 @@ static void begin_clearing(dgr_stage & stage, int32_t slot) {
     }
     for (const auto & layer : stage.components[DGR_RAW_SWA].layers) {
         zero_rows(layer.rows, slot, 0, stage.components[DGR_RAW_SWA].capacity);
+    }
+    for (const component & c : stage.components) {
+        if (c.ratio > 1) {
+            for (const auto & layer : c.layers) {
+                zero_rows(layer.rows, slot, c.capacity - 1, c.capacity);
+            }
+        }
     }
     to_do.under_way = true;
 }
@@ -68,28 +99,8 @@ static bool clear_more(dgr_stage & stage, int32_t slot, uint64_t n_bytes) {
         }
         done += free_cells(stage, slot, n_bytes - done);
     }
-    for (; to_do.component < stage.components.size(); ++to_do.component, to_do.layer = 0) {
-        const component & c = stage.components[to_do.component];
-        if (c.ratio <= 1) {
-            continue;
-        }
-        const uint32_t end = std::min(to_do.tokens / c.ratio, c.capacity);
-        for (; to_do.layer < c.layers.size(); ++to_do.layer, to_do.row = 0) {
-            const ggml_tensor * rows = c.layers[to_do.layer].rows;
-            while (to_do.row < end) {
-                if (done >= n_bytes) {
-                    return false;
-                }
-                const uint64_t most = std::max<uint64_t>(1, (n_bytes - done) / rows->nb[1]);
-                const uint32_t next = (uint32_t) std::min<uint64_t>(end, to_do.row + most);
-                zero_rows(rows, slot, to_do.row, next);
-                done += (uint64_t) (next - to_do.row) * rows->nb[1];
-                to_do.row = next;
-            }
-            zero_rows(rows, slot, std::max(end, c.capacity - 1), c.capacity); // takes dummy writes
-        }
-    }
-    return true;
+    return walk_rows(stage, to_do.rows, to_do.tokens, n_bytes, done,
+        [&](const ggml_tensor * rows, uint32_t begin, uint32_t end) { zero_rows(rows, slot, begin, end); });
 }
 
 // What llama_kv_cache_dsv4::seq_rm() does for a whole sequence, but in pieces, and of the compressed rows only those are

@@ -10,6 +10,7 @@
 #include <array>
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <new>
 #include <stdexcept>
@@ -21,6 +22,8 @@
 #else
 #define DGR_PRINTF(fmt, args)
 #endif
+
+class llama_kv_cache_dsv4; // private to llama.cpp
 
 namespace dgr {
 
@@ -166,6 +169,25 @@ void find_components(llama_context * ctx, components & out);
 // Position of every raw SWA cell of a slot, -1 where the cell is free.
 std::vector<int32_t> raw_positions(const dgr_stage & stage, int32_t slot);
 
+// How far a walk through the compressed rows of a slot is: component, its layer, and the next row of it.
+struct row_walk {
+    size_t component = 0;
+    size_t layer     = 0;
+    uint32_t row     = 0;
+};
+
+// The cache of a stage's context.
+llama_kv_cache_dsv4 & cache_of(const dgr_stage & stage);
+
+// Calls visit(tensor, begin, end) with rows that come of n_tokens tokens, up to n_bytes more of them, of which `done` have
+// been used; whether those were all.
+using visit_rows = std::function<void(const ggml_tensor *, uint32_t, uint32_t)>;
+bool walk_rows(const dgr_stage & stage, row_walk & walk, uint32_t n_tokens, uint64_t n_bytes, uint64_t done,
+    const visit_rows & visit);
+
+// llama.cpp keeps book of every token, in trees: what takes about as long as going through so many bytes.
+constexpr uint64_t CELL_BYTES = 2048;
+
 // Throws unless 0 <= slot < n_seq_max.
 void check_slot(const dgr_stage & stage, int32_t slot);
 
@@ -192,16 +214,25 @@ struct dgr_stage {
     std::vector<bool> lost;        // slots that native code left in an unknown state
     std::vector<uint32_t> entered; // per slot: most tokens it was given since it was cleared, also in runs that failed
     std::vector<uint64_t> changes; // per slot: grows with every change of what it holds
-    // How far the clearing of a slot is: its cells, then component, its layer, and the next row of it.
+    // How far the clearing of a slot is: its cells, then its rows.
     struct clearing {
-        bool under_way   = false;
-        uint32_t tokens  = 0; // whose rows are to be cleared
-        uint32_t cells   = 0; // that are to be freed
-        size_t component = 0;
-        size_t layer     = 0;
-        uint32_t row     = 0;
+        bool under_way  = false;
+        uint32_t tokens = 0; // whose rows are to be cleared
+        uint32_t cells  = 0; // that are to be freed
+        dgr::row_walk rows;
     };
     std::vector<clearing> clearings; // per slot
+    // How far a copy into a slot is: likewise.
+    struct copying {
+        bool under_way  = false;
+        int32_t source  = -1;
+        uint32_t tokens = 0; // that the source held when it began
+        uint32_t cells  = 0; // that have been looked at
+        uint64_t erased = 0; // how often the source had been cleared by then
+        dgr::row_walk rows;
+    };
+    std::vector<copying> copies;  // per target
+    std::vector<uint64_t> erased; // per slot: how often its clearing began
     std::atomic<bool> aborted = { false };
 
     bool is_head() const { return info.layer_begin == 0; }

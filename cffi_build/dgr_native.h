@@ -20,7 +20,7 @@ extern "C" {
 
 // Grows when this header changes; a package that was written for another one refuses the library.
 typedef enum dgr_abi {
-    DGR_ABI_VERSION = 6,
+    DGR_ABI_VERSION = 7,
 } dgr_abi;
 
 // As many as llama.cpp takes for a model.
@@ -162,6 +162,9 @@ typedef struct dgr_sample_params {
 int32_t dgr_abi_version(void);     // DGR_ABI_VERSION of the library itself
 const char * dgr_last_error(void); // message of the calling thread's last failure, never NULL
 void dgr_log_set(void (*on_line)(int32_t level, const char * text)); // ggml_log_level, one line a call; NULL: silent
+// Names of the instruction sets that the kernels were compiled for, as AVX2, with blanks between them. Runs none of them: it
+// is asked before anything else on a CPU that may lack some.
+const char * dgr_instruction_sets(void);
 const char * dgr_build_info(void); // JSON: llama.cpp commit, patch digest, compiler, flags, CPU features
 // Writes at most `size` devices, and the full count to *n.
 int32_t dgr_devices(dgr_device * out, int32_t size, int32_t * n);
@@ -184,6 +187,9 @@ int32_t dgr_stage_clear_some(dgr_stage * stage, int32_t slot, uint64_t n_bytes, 
 // Copies all that a slot holds into an empty one, which then goes on by itself; the source is as it was. After DGR_ERR_LOST
 // the target alone must be cleared.
 int32_t dgr_stage_fork(dgr_stage * stage, int32_t source, int32_t target);
+// The same in pieces of about n_bytes, between which other slots may run, and the source too: the copy is of what it held at
+// the first piece. The target runs nothing before *done. Clearing the source between two pieces is DGR_ERR_LOST.
+int32_t dgr_stage_fork_some(dgr_stage * stage, int32_t source, int32_t target, uint64_t n_bytes, bool * done);
 int32_t dgr_stage_summary(const dgr_stage * stage, int32_t slot, dgr_state_summary * out);
 // The same summary in pieces of about n_bytes, between which the stage may do other work; *out is filled when it is done. When
 // the slot itself has changed it is DGR_READING_MOVED: open another reader.

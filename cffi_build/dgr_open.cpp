@@ -222,6 +222,8 @@ static std::unique_ptr<dgr_stage> open_stage(const char * path, const dgr_stage_
     stage->entered.resize(p.n_seq_max, 0);
     stage->changes.resize(p.n_seq_max, 0);
     stage->clearings.resize(p.n_seq_max);
+    stage->copies.resize(p.n_seq_max);
+    stage->erased.resize(p.n_seq_max);
     fill_info(*stage);
     return stage;
 }

@@ -83,6 +83,8 @@ static void fill(dgr_stage & stage, int32_t slot, int32_t n_tokens, uint64_t see
     if (stage.lost[slot] || position(stage, slot) != 0) {
         refuse("slot %d is not empty: clear it first", slot);
     }
+    stage.entered[slot] = n_tokens;
+    ++stage.changes[slot];
     const auto & cache              = dynamic_cast<const llama_kv_cache_dsv4 &>(*llama_get_memory(stage.ctx.get()));
     const llama_kv_cache_iswa & raw = *cache.get_raw();
     const int32_t window            = (int32_t) raw.get_swa()->get_size();

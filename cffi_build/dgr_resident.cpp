@@ -22,7 +22,7 @@ struct range {
     uintptr_t begin, end;
 };
 
-// Bytes that a thread fetches at a time: neighbours are read in the order of the file, whoever reads them.
+// Bytes that a thread treats at a time, whole huge pages: neighbours are read in the order of the file, whoever reads them.
 constexpr size_t PIECE = 16 << 20;
 
 // Where tensors lie in host memory, in whole pages, ascending and apart.
@@ -57,17 +57,31 @@ void fetch(const range & r) {
     madvise((void *) r.begin, r.end - r.begin, MADV_WILLNEED);
 }
 
-void fetch_all(const std::vector<range> & ranges, int32_t n_threads) {
+// Memory of the process's own, in pages of 2 MiB where that is to be had: a step of decoding goes through all weights, and
+// looks their pages up. A kernel that has no such call, or no such pages left, leaves them as they are.
+void collapse(const range & r) {
+#ifdef __linux__
+#ifndef MADV_COLLAPSE
+    constexpr int MADV_COLLAPSE = 25; // Linux 6.1; older headers do not have it
+#endif
+    madvise((void *) r.begin, r.end - r.begin, MADV_COLLAPSE);
+#else
+    (void) r;
+#endif
+}
+
+void in_pieces(const std::vector<range> & ranges, int32_t n_threads, void (*treat)(const range &)) {
     std::vector<range> pieces;
     for (const range & r : ranges) {
-        for (uintptr_t at = r.begin; at < r.end; at += PIECE) {
-            pieces.push_back({ at, std::min<uintptr_t>(r.end, at + PIECE) });
+        for (uintptr_t at = r.begin, next; at < r.end; at = next) {
+            next = std::min<uintptr_t>(r.end, (at / PIECE + 1) * PIECE);
+            pieces.push_back({ at, next });
         }
     }
     std::atomic<size_t> next = { 0 };
     const auto work          = [&] {
         for (size_t i; (i = next++) < pieces.size();) {
-            fetch(pieces[i]);
+            treat(pieces[i]);
         }
     };
     std::vector<std::thread> threads;
@@ -145,7 +159,10 @@ void make_resident(const llama_model & model, bool mapped, bool prefetch, bool l
         drop_others(model, ranges);
     }
     if (mapped && prefetch) {
-        fetch_all(ranges, n_threads);
+        in_pieces(ranges, n_threads, fetch);
+    }
+    if (!mapped) {
+        in_pieces(ranges, n_threads, collapse);
     }
     if (lock) {
         lock_all(ranges);

@@ -1,4 +1,4 @@
-"""Entry of ``dgr-bench``: find the command, run it, turn errors into one line and an exit code."""
+"""Entry of ``dgr-bench``: find the command, run it, turn errors into two lines and an exit code."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from pathlib import Path
 
 import dgr_bench.compare as compare
 import dgr_bench.describe as describe
+import dgr_bench.page as page
 from dgr.cli.exit_codes import run_command
+from dgr.cli.parser import CommandParser
 from dgr.errors import InputError
 from dgr.text import utf8
 from dgr_bench.certify import command as certify
 from dgr_bench.certify import real_model, verify
 from dgr_bench.drill import command as drill
 from dgr_bench.frontier import command as frontier
+from dgr_bench.overhead import builds, hops, lanes, predictions, prefill, servers, sessions, wires
 from dgr_bench.overhead import command as overhead
-from dgr_bench.overhead import hops, predictions, prefill, servers, sessions, wires
 from dgr_bench.peers import command as peers
 from dgr_bench.results import SCHEMA
 from dgr_bench.widths import command as widths
@@ -28,6 +30,7 @@ _COMMANDS = (
     certify.COMMAND,
     verify.COMMAND,
     compare.COMMAND,
+    page.COMMAND,
     real_model.COMMAND,
     describe.PROFILE_COMMAND,
     describe.SCHEMA_COMMAND,
@@ -35,18 +38,20 @@ _COMMANDS = (
     drill.COMMAND,
     overhead.COMMAND,
     hops.COMMAND,
+    builds.COMMAND,
     sessions.COMMAND,
     servers.COMMAND,
     prefill.COMMAND,
     predictions.COMMAND,
     wires.COMMAND,
+    lanes.COMMAND,
     peers.COMMAND,
     widths.COMMAND,
 )
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="dgr-bench",
         description="Certify and measure dgr. What measures writes result.json, report.md and plots/ into --out.",
     )

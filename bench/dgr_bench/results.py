@@ -42,8 +42,10 @@ Kind = Literal[
     "prefill",
     "plan",
     "wires",
+    "lanes",
     "peers",
     "widths",
+    "builds",
     "selftest",
     "compare",
 ]

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dgr.cli.streams import open_standard_streams, silence, tell
 from dgr.errors import ArtifactError, DgrError, InputError
 
-__all__ = ["BAD_INPUT", "FAILED", "INTERRUPTED", "exit_code", "run_command"]
+__all__ = ["BAD_INPUT", "FAILED", "INTERRUPTED", "exit_code", "next_step", "run_command"]
 
 #: Something failed that the caller did not cause.
 FAILED = 1
@@ -40,8 +40,22 @@ def exit_code(error: DgrError | OSError) -> int:
     return BAD_INPUT if isinstance(error, (ArtifactError, *_PATH_ERRORS)) else FAILED
 
 
+def next_step(error: DgrError | OSError | MemoryError) -> str:
+    """What to do about an error that ends a command, and in brackets the name under which ``docs/errors.md`` has it."""
+    match error:
+        case DgrError():
+            step = error.next_step
+        case MemoryError():
+            step = "free some, raise the limit of this process (ulimit -v, a control group), or ask for less"
+        case _ if exit_code(error) == BAD_INPUT:
+            step = "check that the path is there, is what it should be, and is this user's to read or write"
+        case _:
+            step = "free what is short (space, descriptors, the address) and give the same command again"
+    return f"{step} [{type(error).__name__}]"
+
+
 def run_command(program: str, command: Callable[[], int], interrupted: str = "") -> int:
-    """Run a command; an error becomes one line on standard error and an exit code.
+    """Run a command; an error becomes two lines on standard error, what is wrong and what to do, and an exit code.
 
     Output that could not be written to its end is a failure too. ``interrupted``: what is said when the user interrupts
     it. Raises :class:`SystemExit` where argparse does, after ``--help``, say.
@@ -60,10 +74,10 @@ def _outcome(program: str, command: Callable[[], int], interrupted: str) -> int:
     except BrokenPipeError:  # the reader of our output went away, as `| head` does
         return FAILED
     except (DgrError, OSError) as error:
-        tell(f"{program}: error: {error}")
+        tell(f"{program}: error: {error}", f"{program}: next: {next_step(error)}")
         return exit_code(error)
-    except MemoryError:
-        tell(f"{program}: error: this process may take no more memory; free some, raise its limit, or ask for less")
+    except MemoryError as error:
+        tell(f"{program}: error: this process may take no more memory", f"{program}: next: {next_step(error)}")
         return FAILED
     except KeyboardInterrupt:
         if interrupted:
@@ -81,7 +95,10 @@ def _flushed(program: str, code: int) -> int:
     except OSError as error:
         silence(sys.stdout)
         if not code:
-            tell(f"{program}: error: standard output cannot be written: {error.strerror or error}")
+            tell(
+                f"{program}: error: standard output cannot be written: {error.strerror or error}",
+                f"{program}: next: free space where it leads, or write elsewhere [{type(error).__name__}]",
+            )
         return code or FAILED
     except KeyboardInterrupt:
         silence(sys.stdout)

@@ -23,7 +23,7 @@ from dgr.client.pipeline import Pipeline, Timeouts
 from dgr.cluster.local import open_pipeline
 from dgr.core.arguments import check_whole
 from dgr.core.units import human_bytes
-from dgr.core.values import SamplingParams, Wire
+from dgr.core.values import SamplingParams
 from dgr.protocol.sampling import check_sampling
 from dgr.stage.shard import Shard
 from dgr.wire.nurseries import open_nursery
@@ -254,7 +254,7 @@ async def _verify(args: argparse.Namespace, pipeline: Pipeline, transcript: list
     ours, rows = await logits_digest(pipeline, transcript)
     context = msgspec.structs.replace(pipeline.context, n_seq_max=1)
     cuts, chunk, other = None, None, "the whole model's"
-    if context.wire is not Wire.F32:
+    if context.wire.rounds:
         cuts = ",".join(str(stage.layers) for stage in pipeline.route.stages)
         chunk = max(1, min(context.n_ubatch, context.n_batch, len(transcript)) // 2)
         other = f"those of the same cuts in chunks of {chunk}"

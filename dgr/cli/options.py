@@ -162,7 +162,8 @@ def add_context_arguments(parser: argparse.ArgumentParser) -> None:
         action=_StageFlag,
         choices=[one.value for one in Wire],
         default=_DEFAULTS.wire.value,
-        help="how residuals travel between stages; all but f32 round them and need numerics same-cuts or native",
+        help="how residuals travel between stages: as they are (f32), packed without loss (f32+zstd, extra `zstd`), or rounded,"
+        " which needs numerics same-cuts or native",
     )
     parser.add_argument(
         "--flash-attn", action=_StageFlag, choices=["on", "off"], default="on", help="flash attention (default: on)"

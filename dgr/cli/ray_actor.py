@@ -66,7 +66,7 @@ class StageActor:
             process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
             assert process.stdout is not None
             assert process.stderr is not None
-            last: deque[bytes] = deque(maxlen=1)
+            last: deque[bytes] = deque(maxlen=2)  # an error and what to do about it
             log = threading.Thread(target=_copy, args=(process.stderr, last), name="dgr-stage-log", daemon=True)
             log.start()
             if line := process.stdout.readline():
@@ -74,7 +74,8 @@ class StageActor:
             code = process.wait()
             log.join()
             if code == BAD_INPUT and not again:
-                raise InputError(f"a stage refuses its arguments: {b''.join(last).decode(errors='replace').strip()}")
+                said = b" ".join(line.strip() for line in last if b": error: " in line or b": next: " in line)
+                raise InputError(f"a stage refuses its arguments: {said.decode(errors='replace')}")
             time.sleep(pause)
             pause = min(2 * pause, _LAST_PAUSE)
 

@@ -33,9 +33,10 @@ from dgr.engine.budget import check_budget, parse_budget
 from dgr.engine.llama import LlamaEngine, estimate_memory
 from dgr.engine.opening import warn_beyond_training
 from dgr.errors import InputError
+from dgr.protocol.lossless import require_packer
 from dgr.stage.shard import MIN_IDLE, Shard, open_shard
 from dgr.wire.nurseries import open_nursery
-from dgr.wire.tcp import listen
+from dgr.wire.tcp import address_of, listen
 
 if TYPE_CHECKING:
     from dgr.serving.monitor.stage import StageMonitor
@@ -59,7 +60,10 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument("model", metavar="MODEL", help="the GGUF file")
     parser.add_argument("--layers", required=True, metavar="A:B", help="main layers to own")
     parser.add_argument(
-        "--listen", required=True, metavar="HOST:PORT", help="where to listen; port 0 takes any free one"
+        "--listen",
+        required=True,
+        metavar="HOST:PORT",
+        help="where to listen: port 0 takes any free one, unix:/PATH links processes of this user on this host",
     )
     parser.add_argument("--sessions", type=int, default=4, metavar="N", help="sequence slots (n_seq_max, default: 4)")
     parser.add_argument("--ttl", type=float, default=math.inf, metavar="SECONDS", help="drop sessions idle for longer")
@@ -110,6 +114,7 @@ async def _stage(args: argparse.Namespace) -> None:
         raise InputError(f"--drain is {args.drain:g} seconds; give 0 to 86400")
     layers = LayerRange.parse(args.layers)
     context = context_of(args)
+    require_packer(context.wire)
     # The port is taken before the weights are read: a wrong address shows at once.
     listeners = await listen(args.listen, credentials=policy.credentials, allow_plain=policy.allow_plain)
     async with AsyncExitStack() as stack:
@@ -177,8 +182,7 @@ def _load(args: argparse.Namespace, layers: LayerRange) -> LlamaEngine:
 def _announce(
     args: argparse.Namespace, listeners: list[trio.SocketListener], engine: LlamaEngine, metrics: list[str]
 ) -> None:
-    host, port = listeners[0].socket.getsockname()[:2]
-    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    address = address_of(listeners[0])
     about, memory = engine.describe(), engine.memory()
     slots = f"{about.context.n_seq_max} slot{'' if about.context.n_seq_max == 1 else 's'}"
     if args.json:

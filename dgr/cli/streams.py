@@ -101,18 +101,19 @@ def open_standard_streams() -> None:
     sys.stdout, sys.stderr = _output(sys.stdout, 1), _output(sys.stderr, 2)
 
 
-#: Who takes what :func:`tell` says, where it is not a line of text.
+#: Who takes what :func:`tell` says, where it is not text.
 _teller: Callable[[str], None] | None = None
 
 
 def tell_through(teller: Callable[[str], None] | None) -> None:
-    """Have ``teller`` take every line that :func:`tell` says from now on; None for standard error as it is."""
+    """Have ``teller`` take all that one :func:`tell` says from now on; None for standard error as it is."""
     global _teller
     _teller = teller
 
 
-def tell(text: str) -> None:
-    """Say a line on standard error; one that nobody can take any more is dropped, for there is no other place to say it."""
+def tell(*lines: str) -> None:
+    """Say lines on standard error; what nobody can take any more is dropped, for there is no other place to say it."""
+    text = "\n".join(lines)
     if _teller is not None:
         _teller(text)
         return

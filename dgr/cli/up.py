@@ -31,6 +31,7 @@ from dgr.core.route import StageRef
 from dgr.engine.budget import available_cpus
 from dgr.errors import InputError, InvalidRoute
 from dgr.wire.nurseries import open_nursery
+from dgr.wire.samehost.addresses import socket_path
 from dgr.wire.tcp import is_loopback, parse_address
 
 __all__ = ["register", "run", "stage_command"]
@@ -126,12 +127,16 @@ def _local(file: RouteFile, only: list[str] | None) -> list[StageRef]:
         if unknown := [address for address in only if address not in known]:
             raise InputError(f"the route has no stage {unknown[0]}; it has {', '.join(known)}")
         return [known[address] for address in only]
-    local = [ref for ref in file.stages if is_loopback(parse_address(ref.address)[0])]
+    local = [ref for ref in file.stages if _is_here(ref.address)]
     if not local:
         raise InputError(
             "no stage of the route has a loopback address; name the ones to start here with --only ADDRESS"
         )
     return local
+
+
+def _is_here(address: str) -> bool:
+    return socket_path(address) is not None or is_loopback(parse_address(address)[0])
 
 
 def stage_command(

@@ -7,7 +7,7 @@ its :class:`~dgr.client.session.ClientSession` objects hold the transcripts.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import TypeVar
 
 import trio
@@ -189,9 +189,16 @@ class Pipeline:
         async with self._made(ClientSession) as session:
             yield session
 
+    def fork_target(self) -> AbstractAsyncContextManager[ForkedSession]:
+        """A conversation that is to begin as another one (:meth:`~dgr.client.fork.ForkedSession.begin_as`).
+
+        :meth:`ClientSession.fork` does both, and when it is cancelled waits until the stages have dropped the half-made copy.
+        """
+        return self._made(ForkedSession)
+
     @asynccontextmanager
     async def _fork(self, source: ClientSession) -> AsyncIterator[ClientSession]:
-        async with self._made(ForkedSession) as session:
+        async with self.fork_target() as session:
             await session.begin_as(source)
             yield session
 

@@ -68,7 +68,7 @@ async def open_greeted(
         address, credentials=policy.credentials, allow_plain=policy.allow_plain, seconds=policy.handshake
     )
     try:
-        await exchange_preamble(transport, policy.handshake)
+        await exchange_preamble(transport, policy.handshake, f"stage {address}")
     except BaseException:
         await trio.aclose_forcefully(transport)
         raise
@@ -77,7 +77,7 @@ async def open_greeted(
         answer = (await first_frame(link, policy.handshake, "Welcome")).frame
         match answer:
             case Welcome():
-                limits = limits_of(answer.identity)
+                limits = limits_of(answer.identity, within_host=link.within_host)
                 if answer.credit < limits.under_way // 2:
                     raise FrameError(
                         f"stage {address} takes {answer.credit} bytes of payload at a time; one boundary of"

@@ -11,8 +11,17 @@ import trio
 from attrs import frozen
 
 from dgr.cluster.certificates import SOON_DAYS
-from dgr.errors import DeadlineExceeded, DgrError, FrameError, InvalidRoute, LinkBroken, PeerRefused
+from dgr.errors import (
+    DeadlineExceeded,
+    DgrError,
+    FrameError,
+    InvalidRoute,
+    LinkBroken,
+    PeerRefused,
+    SchemaMismatch,
+)
 from dgr.wire.credentials import Credentials, greet
+from dgr.wire.samehost.addresses import socket_path
 from dgr.wire.tcp import parse_address
 
 __all__ = ["Finding", "causes", "certificate_step", "next_step", "own_findings", "peer_finding", "said_step"]
@@ -43,6 +52,7 @@ _OF_OWN: Mapping[int, tuple[str, str]] = {
 }
 #: What to do where a stage's own words say what is wrong.
 _SAID: Mapping[type[DgrError], str] = {
+    SchemaMismatch: "install the same dgr there as here, on the older side, and start its stage again",
     FrameError: "something else than a stage of this dgr version listens there: check the port, and that both sides use TLS"
     " or neither does",
     PeerRefused: "the stage says what differs: start it with the same model, context and dgr as the others",
@@ -147,8 +157,11 @@ async def next_step(address: str, error: DgrError, credentials: Credentials | No
         return "the name is not known on this host: correct it in the route file, or in DNS"
     if not isinstance(error, LinkBroken | DeadlineExceeded):
         return said_step(error)
-    if any(isinstance(cause, ConnectionRefusedError) for cause in found):
+    if any(isinstance(cause, ConnectionRefusedError | FileNotFoundError) for cause in found):
         return "nothing listens there: start the stage there (dgr stage), and check its address"
+    if socket_path(address) is not None:
+        denied = any(isinstance(cause, PermissionError) for cause in found)
+        return "the socket is another user's: run stages and clients as one user" if denied else said_step(error)
     if not await _takes_connections(address):
         return "the host takes no connection: see whether it is up, and check address, routes and firewall"
     if isinstance(error, DeadlineExceeded):
@@ -170,10 +183,12 @@ async def next_step(address: str, error: DgrError, credentials: Credentials | No
 
 
 async def _takes_connections(address: str) -> bool:
-    host, port = parse_address(address)
     with trio.move_on_after(_KNOCK):
         try:
-            stream = await trio.open_tcp_stream(host, port)
+            if (path := socket_path(address)) is not None:
+                stream = await trio.open_unix_socket(path)
+            else:
+                stream = await trio.open_tcp_stream(*parse_address(address))
         except OSError:
             return False
         await trio.aclose_forcefully(stream)

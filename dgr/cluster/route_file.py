@@ -18,6 +18,7 @@ from dgr.core.route import LayerRange, Route, StageRef
 from dgr.engine.devices import Placement
 from dgr.errors import InputError, InvalidLayerRange, InvalidRoute
 from dgr.text import utf8
+from dgr.wire.samehost.addresses import socket_path
 from dgr.wire.tcp import parse_address
 
 __all__ = ["RouteFile", "format_route_file", "read_route_file"]
@@ -49,7 +50,7 @@ class RouteFile:
         key = "keys/client.key"
 
         [[stage]]                     # head first; another one of the same layers is a spare of the first
-        address = "10.0.0.1:7701"
+        address = "10.0.0.1:7701"     # or unix:/PATH, where all stages and clients are on one host
         layers = "0:22"
         model = "slice-0-22.gguf"     # optional, for dgr up: the file of this stage, where it is not the model above
         metrics = "10.0.0.1:9701"     # optional, for dgr up: where this stage answers /metrics, /health and /ready
@@ -110,6 +111,15 @@ def read_route_file(path: str | Path) -> RouteFile:
             raise InvalidRoute(f"{where}: {error}") from error
         if any(ref.address == stage["address"] for ref in (*refs, *spares)):
             raise InvalidRoute(f"{where}: address {stage['address']!r} is named twice; a stage has one place")
+        try:
+            is_local = socket_path(stage["address"]) is not None
+        except InputError as error:
+            raise InvalidRoute(f"{where}: {error}") from error
+        if refs and is_local is not refs[0].address.startswith("unix:"):
+            raise InvalidRoute(
+                f"{where}: {stage['address']!r} and {refs[0].address!r} in one route; unix: addresses reach stages of one host:"
+                " give one to every stage, or to none"
+            )
         among = spares if any(ref.layers == layers for ref in refs) else refs
         among.append(StageRef(stage["address"], layers))
         if "model" in stage:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
 from functools import partial
@@ -16,13 +17,15 @@ from dgr.core.load import Side
 from dgr.errors import DgrError, FrameError, InputError, InvalidRoute, Overloaded
 from dgr.protocol.identity import check_alike, check_link, check_wants
 from dgr.protocol.limits import limits_of
+from dgr.protocol.lossless import require_packer
 from dgr.stage.shard import Shard
 from dgr.wire import frames
 from dgr.wire.frames import Denied, Hello, Role, Welcome
 from dgr.wire.handshake import HANDSHAKE_LIMITS, exchange_preamble
 from dgr.wire.links import Link, LinkStatistics, open_link
 from dgr.wire.nurseries import open_nursery
-from dgr.wire.tcp import Transport, accept_tls, names_host, parse_address, peer_names
+from dgr.wire.samehost.addresses import removing_files, socket_path
+from dgr.wire.tcp import Transport, accept, address_of, names_host, parse_address, peer_names
 
 __all__ = ["ServerStatistics", "StageServer"]
 
@@ -60,6 +63,8 @@ class StageServer:
         self._next: dict[tuple[str, str], Link] = {}
         self._dialing: dict[tuple[str, str], trio.Lock] = {}
         self._visitors = VisitorLog()
+        #: Whether this stage is reached by processes of its own user on this host alone, and so reaches no others.
+        self._is_local = False
         self._links = self._handshaking = self._accepted = self._refused = 0
 
     @property
@@ -77,6 +82,10 @@ class StageServer:
     async def dial(self, own: str, successor: str) -> Link:
         """The boundary link to a next stage; the :data:`~dgr.stage.shard.Dialer` of a stage process."""
         assert self._nursery is not None
+        if (socket_path(successor) is not None) is not self._is_local:
+            raise InvalidRoute(
+                f"stage {own} and its next stage {successor} are not reached alike; a route has unix: addresses alone, or none"
+            )
         pair = own, successor
         lock = self._dialing.setdefault(pair, trio.Lock())
         try:
@@ -140,10 +149,13 @@ class StageServer:
         task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
     ) -> None:
         """Take links until cancelled. Nothing a peer does ends this."""
+        require_packer(shard.description.context.wire)
         self._shard = shard
-        async with open_nursery() as self._nursery:
-            task_status.started()
-            await trio.serve_listeners(self._take, listeners)
+        self._is_local = all(socket_path(address_of(each)) is not None for each in listeners)
+        with removing_files(listeners):
+            async with open_nursery() as self._nursery:
+                task_status.started()
+                await trio.serve_listeners(self._take, listeners)
 
     async def _take(self, stream: trio.SocketStream) -> None:
         who = _where_from(stream)
@@ -156,13 +168,14 @@ class StageServer:
             return
         self._handshaking += 1
         greeted = False
+        transport: Transport = stream
         try:
             if not await says_something(stream, self._policy.handshake):
                 _log.debug("%s: it left without a word, as health probes do", who)
                 return
             credentials = self._policy.credentials
             context = None if credentials is None else credentials.context(server=True)
-            transport = await accept_tls(stream, context, self._policy.handshake)
+            transport = await accept(stream, context, self._policy.handshake)
             async with self._greet(transport) as (link, serve):
                 greeted = True
                 self._handshaking -= 1
@@ -183,7 +196,7 @@ class StageServer:
                 self._handshaking -= 1
                 self._refused += 1
             with trio.CancelScope(shield=True):
-                await trio.aclose_forcefully(stream)
+                await trio.aclose_forcefully(transport)
 
     @asynccontextmanager
     async def _greet(self, transport: Transport) -> AsyncIterator[tuple[Link, Callable[[Link], Awaitable[None]]]]:
@@ -201,7 +214,7 @@ class StageServer:
                 raise
             assert isinstance(hello, Hello)
             link.name = f"from {hello.name!r}"
-            limits = limits_of(self._served.description)
+            limits = limits_of(self._served.description, within_host=link.within_host)
             link.send_nowait(Welcome(self._served.description, limits.under_way))
             link.apply_limits(limits, None, limits.under_way, incoming=arriving_limits(limits, hello.role))
             is_pipeline = hello.role is Role.PIPELINE
@@ -221,7 +234,7 @@ class StageServer:
             return self._served.serve_control
         if hello.identity is None:
             raise FrameError("a stage must say what it is: its Hello has no identity")
-        host, _ = parse_address(hello.name)
+        host = "" if socket_path(hello.name) is not None else parse_address(hello.name)[0]
         check_alike(f"stage {hello.name}", hello.identity, ours)
         check_link(hello.identity, ours)
         names = peer_names(transport)
@@ -234,6 +247,8 @@ class StageServer:
 
 def _where_from(stream: trio.SocketStream) -> str:
     """The other end of a connection, for people."""
+    if stream.socket.family == socket.AF_UNIX:
+        return "from a process of this host"
     try:
         return "from {}:{}".format(*stream.socket.getpeername()[:2])
     except OSError:  # it is gone already

@@ -58,6 +58,8 @@ class Wire(StrEnum):
 
     #: As they are.
     F32 = "f32"
+    #: As they are, in fewer bytes where a link leaves the host (:mod:`dgr.protocol.planes`).
+    F32_ZSTD = "f32+zstd"
     #: 8 bits of precision, the range of f32.
     BF16 = "bf16"
     #: 11 bits of precision, magnitudes to 65504; a greater one ends its request.
@@ -65,10 +67,20 @@ class Wire(StrEnum):
     #: Blocks of 32 values of 8 bits with a scale (ggml's q8_0), magnitudes to 8.3e6.
     Q8 = "q8"
 
+    @property
+    def packs(self) -> bool:
+        """Whether a payload may have fewer bytes than its rows, with nothing lost."""
+        return self is Wire.F32_ZSTD
+
+    @property
+    def rounds(self) -> bool:
+        """Whether what arrives may be other values than what was sent."""
+        return self not in (Wire.F32, Wire.F32_ZSTD)
+
     def row_bytes(self, width: int) -> int:
-        """Bytes of one token's residual of ``width`` values."""
+        """Bytes of one token's residual of ``width`` values, as an engine takes and gives it."""
         match self:
-            case Wire.F32:
+            case Wire.F32 | Wire.F32_ZSTD:
                 return 4 * width
             case Wire.BF16 | Wire.F16:
                 return 2 * width
@@ -134,10 +146,10 @@ class ContextParams(_Value, frozen=True):
         check_flag("flash_attn", self.flash_attn)
         check_member("numerics", self.numerics, Numerics)
         check_member("wire", self.wire, Wire)
-        if self.wire is not Wire.F32 and self.numerics is Numerics.EXACT:
+        if self.wire.rounds and self.numerics is Numerics.EXACT:
             raise InputError(
                 f"wire {self.wire} rounds residuals where the model is cut, and numerics = exact promise the same bits however"
-                " it is cut; choose numerics = same-cuts (the same bits over the same cuts), or wire = f32"
+                " it is cut; choose numerics = same-cuts (the same bits over the same cuts), or wire = f32 or f32+zstd"
             )
 
 
@@ -206,7 +218,7 @@ class StageIdentity(_Value, frozen=True):
     components: Annotated[tuple[Name, ...], Meta(max_length=COMPONENTS_MAX)]
     #: Capability -> ``executable`` | ``reserved``.
     capabilities: Annotated[dict[Name, Name], Meta(max_length=64)] = field(default_factory=dict)
-    #: Version of dgr and of the native code behind it, e.g. ``0.1.0 llama.cpp 0c1e57098+d5786b98``.
+    #: Version of dgr and of the native code behind it, e.g. ``0.2.0 llama.cpp 0c1e57098+d5786b98``.
     runtime: Name = ""
     #: What may compute, preferred first, e.g. ``CUDA0 NVIDIA H200``; the CPU alone wherever numerics are exact.
     devices: Annotated[tuple[Name, ...], Meta(max_length=64)] = ()

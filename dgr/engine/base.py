@@ -174,3 +174,11 @@ class WorksInPieces(Protocol):
     def close_pieces(self, slot: int) -> Generator[None, None, None]:
         """:meth:`ShardEngine.close`; before the end the slot takes no work."""
         ...
+
+    def fork_pieces(self, source: int, target: int) -> Generator[None, None, None]:
+        """:meth:`ShardEngine.fork`; before the end the target takes no work.
+
+        The copy is of what the source held at the first piece, also when the source goes on between two; it must not be
+        closed before the last.
+        """
+        ...

@@ -46,7 +46,7 @@ _PIECE = 32 << 20
 _READINGS = 3
 
 #: ggml_type of residuals.
-_WIRE = {Wire.F32: 0, Wire.F16: 1, Wire.Q8: 8, Wire.BF16: 30}
+_WIRE = {Wire.F32: 0, Wire.F32_ZSTD: 0, Wire.F16: 1, Wire.Q8: 8, Wire.BF16: 30}
 #: Verdict on a row that its wire type cannot carry.
 _TOO_GREAT = 2
 
@@ -309,6 +309,16 @@ class LlamaEngine(NativeHandle):
         self._check_slot(target)
         what = f"copying slot {source} to slot {target}"
         self._native.check(self._native.lib.dgr_stage_fork(self._handle, source, target), what)
+
+    def fork_pieces(self, source: int, target: int) -> Generator[None, None, None]:
+        self._check_slot(source)
+        self._check_slot(target)
+        done, what = self._native.ffi.new("bool *"), f"copying slot {source} to slot {target}"
+        while True:
+            self._native.check(self._native.lib.dgr_stage_fork_some(self._handle, source, target, _PIECE, done), what)
+            if done[0]:
+                return
+            yield
 
     def sample(
         self, logits: memoryview | bytes, history: Sequence[int], params: SamplingParams

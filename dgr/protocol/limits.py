@@ -11,8 +11,9 @@ __all__ = ["INBOX", "limits_of"]
 INBOX = 64
 
 
-def limits_of(description: StageIdentity) -> Limits:
-    """Return what a link to or from a stage may carry."""
+def limits_of(description: StageIdentity, *, within_host: bool = False) -> Limits:
+    """Return what a link to or from a stage may carry. ``within_host``: as of the link."""
     width = max(description.width_in, description.width_out)
     context = description.context
-    return Limits(context.n_batch, max(width, 1), description.n_vocab, wire=context.wire)
+    limits = Limits(context.n_batch, max(width, 1), description.n_vocab, wire=context.wire)
+    return limits.within_host() if within_host else limits

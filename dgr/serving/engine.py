@@ -40,6 +40,7 @@ from dgr.serving.jobs import Counters, Job, Phase, ServingLimits, Usage
 from dgr.serving.line import Line, Place
 from dgr.serving.sessions import KeptSession, Miss, SessionPool, Turn
 from dgr.serving.shared import SharedPrompt
+from dgr.wire.nurseries import open_nursery
 
 __all__ = ["Answer", "Job", "Phase", "ServingEngine", "ServingLimits", "Usage", "open_serving"]
 
@@ -274,7 +275,7 @@ class Answer:
 class ServingEngine:
     """Answers many clients over one pipeline. Made by :func:`open_serving`."""
 
-    def __init__(self, pipeline: Pipeline, limits: ServingLimits) -> None:
+    def __init__(self, pipeline: Pipeline, limits: ServingLimits, nursery: trio.Nursery) -> None:
         n_seq_max, n_ctx = pipeline.context.n_seq_max, pipeline.context.n_ctx
         slots = n_seq_max - (limits.prefixes or 0) if limits.sessions is None else limits.sessions
         prefixes = max(n_seq_max - slots, 0) if limits.prefixes is None else limits.prefixes
@@ -287,7 +288,7 @@ class ServingEngine:
         self.pipeline = pipeline
         self.limits = limits
         self.line = Line(slots, limits.max_waiting, tokens)
-        self.sessions = SessionPool(pipeline, slots + prefixes, prefixes)
+        self.sessions = SessionPool(pipeline, slots + prefixes, prefixes, nursery)
         self.counters = Counters()
         self._answers: set[Answer] = set()
         self._draining = False
@@ -386,9 +387,10 @@ class ServingEngine:
 @asynccontextmanager
 async def open_serving(pipeline: Pipeline, limits: ServingLimits | None = None) -> AsyncIterator[ServingEngine]:
     """Serve a pipeline; leaving the block drops the kept sessions. Raises :class:`~dgr.errors.InputError`."""
-    serving = ServingEngine(pipeline, limits or ServingLimits())
-    try:
-        yield serving
-    finally:
-        with trio.CancelScope(shield=True):
-            await serving.sessions.aclose()
+    async with open_nursery() as nursery:
+        serving = ServingEngine(pipeline, limits or ServingLimits(), nursery)
+        try:
+            yield serving
+        finally:
+            with trio.CancelScope(shield=True):
+                await serving.sessions.aclose()

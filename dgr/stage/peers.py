@@ -48,13 +48,21 @@ def answer_stranger(link: Link, frame: SessionRequest) -> None:
 
 
 class AwaitedEpochs:
-    """Previous stages that wait until an epoch is admitted here."""
+    """Previous stages that wait until an epoch is admitted here.
 
-    def __init__(self) -> None:
-        #: Their links, by route, epoch and the stage's name.
-        self._links: dict[tuple[bytes, int, str], Link] = {}
+    A pipeline that went away between its fences of the two never fences this one: nobody waits for longer than ``patience``
+    seconds.
+    """
+
+    def __init__(self, patience: float) -> None:
+        self._patience = patience
+        #: Their links, and since when, by route, epoch and the stage's name; the oldest first.
+        self._links: dict[tuple[bytes, int, str], tuple[Link, float]] = {}
 
     def __len__(self) -> int:
+        oldest = trio.current_time() - self._patience
+        while self._links and next(iter(self._links.values()))[1] < oldest:
+            del self._links[next(iter(self._links))]
         return len(self._links)
 
     def wait(self, link: Link, peer: str, frame: frames.AwaitReady, supervisor: EpochSupervisor | None) -> None:
@@ -65,14 +73,15 @@ class AwaitedEpochs:
             if supervisor.predecessor == peer:
                 _say_ready(link, supervisor.route, supervisor.epoch)
             # else: the route is at fault, and others share the link; the fence that waits will say so
-        elif len(self._links) >= _AWAITING:
+        elif len(self) >= _AWAITING:
             raise WireError(f"{_AWAITING} stages wait for epochs that were never fenced here")
         else:
-            self._links[frame.route, frame.epoch, peer] = link
+            self._links.pop((frame.route, frame.epoch, peer), None)
+            self._links[frame.route, frame.epoch, peer] = link, trio.current_time()
 
     def admitted(self, supervisor: EpochSupervisor) -> None:
         """Tell a stage that waits for it that an epoch is admitted."""
-        link = self._links.pop((supervisor.route, supervisor.epoch, supervisor.predecessor), None)
+        link, _since = self._links.pop((supervisor.route, supervisor.epoch, supervisor.predecessor), (None, 0.0))
         if link is not None:
             _say_ready(link, supervisor.route, supervisor.epoch)
         self.forget(supervisor)
@@ -84,7 +93,7 @@ class AwaitedEpochs:
 
     def left(self, link: Link) -> None:
         """Whoever waits on a link has gone."""
-        self._links = {wait: waiting for wait, waiting in self._links.items() if waiting is not link}
+        self._links = {wait: waiting for wait, waiting in self._links.items() if waiting[0] is not link}
 
 
 def _say_ready(link: Link, route: bytes, epoch: int) -> None:

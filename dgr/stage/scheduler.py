@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from typing import TypeVar
 
@@ -27,8 +28,6 @@ T = TypeVar("T")
 _log = logging.getLogger("dgr.shard")
 
 _FLOAT = 4
-#: What :func:`next` gives when there are no more pieces.
-_ENDED = True
 
 
 @frozen
@@ -143,6 +142,9 @@ class Scheduler:
         #: Whoever holds it has the engine alone; steps, cleared slots and summaries wait.
         self.engine_lock = trio.Lock()
         self._thread = EngineThread("dgr-engine")
+        #: Copies that are being made of a slot, and who waits for their end.
+        self._copied: Counter[int] = Counter()
+        self._copy_ended = trio.lowlevel.ParkingLot()
         self._decode, self._prefill = BatchCounts(), BatchCounts()
         #: When the batch under way began; None when none is.
         self._began: float | None = None
@@ -241,39 +243,66 @@ class Scheduler:
         return request.outcome
 
     async def clear(self, slot: int) -> None:
-        """Erase a slot once no step is running; a large one in pieces, between which others run."""
+        """Erase a slot once no step is running and no copy is made of it; a large one in pieces, between which others run."""
         self._ready.forget(slot)
-        engine = self._engine
-        if not isinstance(engine, WorksInPieces):
-            await self._call(lambda: engine.close(slot))
-            return
-        with closing(engine.close_pieces(slot)) as pieces:
-            while not await self._call(lambda: next(pieces, _ENDED)):
-                await trio.lowlevel.checkpoint()
+        while self._copied[slot]:
+            await self._copy_ended.park()
+        await self._in_pieces(self._clear(slot))
+
+    def _clear(self, slot: int) -> Generator[None, None, None]:
+        if isinstance(self._engine, WorksInPieces):
+            yield from self._engine.close_pieces(slot)
+        else:
+            self._engine.close(slot)
 
     async def fork(self, source: int, target: int, position: int) -> bool:
-        """Copy a slot that holds ``position`` tokens into an empty one, between two steps; False when it holds others by then.
+        """Copy a slot that holds ``position`` tokens into an empty one; False when it holds others by then.
 
-        Whoever asks before the source is cleared is served before it. Raises what :meth:`ShardEngine.fork` raises.
+        Whoever asks before the source is cleared is served before it. A large one is copied in pieces, between which others
+        run, the source too. Raises what :meth:`ShardEngine.fork` raises.
         """
+        self._copied[source] += 1
+        try:
+            return await self._in_pieces(self._fork(source, target, position))
+        finally:
+            self._copied[source] -= 1
+            self._copy_ended.unpark_all()
 
-        def copy() -> bool:
-            if self._engine.position(source) != position:
-                return False
+    def _fork(self, source: int, target: int, position: int) -> Generator[None, None, bool]:
+        if self._engine.position(source) != position:
+            return False
+        if isinstance(self._engine, WorksInPieces):
+            yield from self._engine.fork_pieces(source, target)
+        else:
             self._engine.fork(source, target)
-            return True
-
-        return await self._call(copy)
+        return True
 
     async def state_summary(self, slot: int) -> StateSummary:
         """Read a slot's state summary between two steps; a large one in pieces, between which others run."""
-        engine = self._engine
-        if not isinstance(engine, WorksInPieces):
-            return await self._call(lambda: engine.state_summary(slot))
-        with closing(engine.state_pieces(slot)) as pieces:
-            while (summary := await self._call(lambda: next(pieces))) is None:
+        return await self._in_pieces(self._summarise(slot))
+
+    def _summarise(self, slot: int) -> Generator[None, None, StateSummary]:
+        if isinstance(self._engine, WorksInPieces):
+            for summary in self._engine.state_pieces(slot):
+                if summary is not None:
+                    return summary
+                yield
+        return self._engine.state_summary(slot)
+
+    async def _in_pieces(self, pieces: Generator[None, None, T]) -> T:
+        """Run a generator with the engine, which other calls may have whenever it yields."""
+
+        def advance() -> list[T]:
+            try:
+                next(pieces)
+            except StopIteration as ended:
+                return [ended.value]
+            return []
+
+        with closing(pieces):
+            while not (result := await self._call(advance)):
                 await trio.lowlevel.checkpoint()
-            return summary
+        return result[0]
 
     async def _call(self, function: Callable[[], T], then: Callable[[T], None] | None = None) -> T:
         """``then`` is told the result before anyone else; see :meth:`EngineThread.run`."""

@@ -19,6 +19,7 @@ from dgr.core.values import Expectation, Key, LogitsWanted, StageIdentity, State
 from dgr.engine.base import Work
 from dgr.errors import DgrError, EngineError, InputError, NonFinite, WireError
 from dgr.protocol.limits import INBOX
+from dgr.protocol.lossless import unpacked
 from dgr.protocol.runs import next_in_run
 from dgr.protocol.sampling import sampling_problem
 from dgr.protocol.states import SESSION, SessionEvent, SessionState
@@ -331,7 +332,14 @@ class SessionActor:
         return None if frame.sampling is None else sampling_problem(frame.sampling, about.n_vocab)
 
     async def _step(self, frame: WorkFrame, payload: memoryview | None, times: StepTimes | None) -> None:
-        tail = self._description.is_tail
+        about = self._description
+        tail = about.is_tail
+        if payload is not None:
+            try:
+                payload = await unpacked(payload, len(frame.tokens) * about.context.wire.row_bytes(about.width_in))
+            except WireError as error:
+                await self._refuse(frame, Refusal.INPUT, str(error))
+                return
         work = Work(
             slot=self.lease.slot,
             position=self.position,

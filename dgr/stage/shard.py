@@ -85,7 +85,7 @@ class Shard:
         self._began = trio.current_time()
         self._dial = dial
         self._routes: dict[bytes, EpochSupervisor] = {}
-        self._awaited = AwaitedEpochs()
+        self._awaited = AwaitedEpochs(2 * fence_timeout)
         self.draining = Draining(self)
         self._nursery: trio.Nursery | None = None
         #: One connection to a next stage is made at a time for each control link: a pipeline needs no more, and cannot

@@ -19,6 +19,7 @@ from dgr.core.state_machine import StateMachine
 from dgr.core.values import Key, StageIdentity
 from dgr.engine.base import FORK
 from dgr.errors import DgrError, WireError
+from dgr.protocol.lossless import push
 from dgr.protocol.states import EPOCH, EpochEvent, EpochState
 from dgr.stage.draining import DRAINING, Draining
 from dgr.stage.ledger import Lease, Ledger
@@ -435,7 +436,7 @@ class EpochSupervisor:
             return
         if self._next is None or self._next.link is None:
             raise WireError("this stage has no successor in the current epoch")
-        await self._next.link.send(frame, payload)
+        await push(self._next.link, frame, payload)
 
     def _pass_on(self, frame: frames.Tokens) -> bool:
         """To the head, the next work of a decode run; False when there is no way to it, and the pipeline has to send it."""

@@ -196,8 +196,8 @@ class QueryTrace(_Message, frozen=True, tag=12):
 
 
 class Boundary(_Message, frozen=True, tag=7):
-    """Work for the next stage. The payload is the residual: ``len(tokens)`` rows of the stages' width, little-endian float32
-    or as the context's ``wire`` says."""
+    """Work for the next stage. The payload is the residual: ``len(tokens)`` rows of the
+    stages' width, little-endian float32 or as the context's ``wire`` says; one that has fewer bytes is packed."""
 
     key: Key
     seq: U63

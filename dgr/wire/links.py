@@ -5,8 +5,8 @@ sessions say in one moment costs one turn of the event loop. It must never wait 
 as it comes. One writer task alone waits for the transport (a cancelled send would leave half a frame); a transport inside this
 process takes what it has room for at once, in the same order. Control messages go first. Payloads take
 turns, fragment by fragment, so that no session waits for another's long prefill; a session has one payload under way at a
-time, so that its frames arrive in the order in which they were sent. The payloads under way are bounded in bytes and in
-number; :meth:`Link.send` waits for room, first come first served.
+time, so that its frames arrive in the order in which they were sent. On a slow link fragments are shorter. The payloads under
+way are bounded in bytes and in number; :meth:`Link.send` waits for room, first come first served.
 
 The receiver holds back the sender with *credits*: payload bytes may be sent only as far as the other side has granted
 them, and it grants them again when it has consumed payloads, so that what waits at a slow stage stays bounded: not each
@@ -36,7 +36,7 @@ from dgr.wire.framing import Framer, Limits, Received, encode
 from dgr.wire.memory import MemoryTransport
 from dgr.wire.nurseries import open_nursery
 from dgr.wire.outbox import Outbox, Outgoing
-from dgr.wire.streams import packet_stream
+from dgr.wire.streams import PacketStream, packet_stream
 
 __all__ = ["Link", "LinkStatistics", "open_link"]
 
@@ -79,6 +79,8 @@ class Link:
         self._transport = transport
         #: Where bytes go without a turn of the event loop for the writer. One with a heartbeat has to see each write.
         self._direct = transport if heartbeat is None and isinstance(transport, MemoryTransport) else None
+        #: Whether the other end has this one's memory, or shares some with it: nothing that is sent leaves the host.
+        self.within_host = isinstance(transport, MemoryTransport | PacketStream)
         self._stream = packet_stream(transport)
         self._framer = Framer(limits)
         self._outbox = Outbox(limits)
@@ -194,7 +196,7 @@ class Link:
     def _prepare(self, frame: Frame, payload: bytes | bytearray | memoryview) -> Outgoing:
         self._check_open()
         stream = self._outbox.free_stream()
-        packets = encode(frame, payload, stream, self.limits)
+        packets = encode(frame, payload, stream, self.limits, self._outbox.fragment)
         if not isinstance(frame, Boundary | Logits):
             raise FrameError(f"{type(frame).__name__} has no payload; send it without one")
         if len(self._outbox.waiting) >= _WAITING:
@@ -231,8 +233,11 @@ class Link:
                 self._ask_keepalive()  # what is sent does not tell whether the other side lives
             if self._outbox:
                 head, body, outgoing = self._outbox.next_packet()
+                began = trio.current_time()
                 await self._put(head, body)
-                self._outbox.written(outgoing, 0 if body is None else body.nbytes)
+                self._outbox.written(outgoing, 0 if body is None else body.nbytes, trio.current_time() - began)
+            elif self._stream.owes:
+                await self._stream.send(b"", None)
             else:
                 self._idle.unpark_all()
                 self._work = trio.Event()
@@ -392,6 +397,8 @@ class Link:
             return
         self._heard = trio.current_time()
         self._bytes_received += came
+        if self._stream.owes:
+            self._work.set()
         self._grant_if_short()
         if not came:
             self._break("closed by the other side")

@@ -1,7 +1,8 @@
 """What waits to be written on a link, and whose turn it is: pure bookkeeping, without I/O.
 
 Control messages go first. Payloads take turns, fragment by fragment; a session has one under way at a time. Those under way
-are bounded in bytes and in number, and by the credit that the other side granted.
+are bounded in bytes and in number, and by the credit that the other side granted. A fragment is as long as the link agreed
+on, or as short as it must be to take little time: what comes behind one waits for all of it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,10 @@ __all__ = ["Outbox", "Outgoing"]
 
 #: Streams are numbered 1..65535 on the wire; 0 stands for "no payload".
 _LAST_STREAM = 65535
+#: Seconds that a fragment may take to be written, and bytes below which none is cut for it.
+_FRAGMENT_SECONDS, _SHORTEST = 0.02, 16 * 1024
+#: Bytes by which the pace of a link is known. Buffers take bytes in lumps, so that single fragments tell nothing.
+_REMEMBERED = 1 << 20
 
 
 class Outgoing:
@@ -59,6 +64,15 @@ class Outbox:
         self._sessions: set[Key] = set()
         self._streams: set[int] = set()
         self._stream = 0
+        #: What was written last, and in how long: bytes and seconds, the older the less.
+        self._written_bytes = self._written_seconds = 0.0
+
+    def fragment(self) -> int:
+        """Bytes of the next fragment, by the pace of those before it."""
+        longest = self.limits.fragment
+        if self._written_seconds * longest <= _FRAGMENT_SECONDS * self._written_bytes:
+            return longest
+        return min(longest, max(_SHORTEST, int(_FRAGMENT_SECONDS * self._written_bytes / self._written_seconds)))
 
     def __bool__(self) -> bool:
         """Whether there is something to write now."""
@@ -131,10 +145,13 @@ class Outbox:
             head += more
         return head, body, outgoing
 
-    def written(self, outgoing: Outgoing | None, size: int) -> None:
-        """``size`` bytes of a payload were written; the next in turn follows."""
+    def written(self, outgoing: Outgoing | None, size: int, seconds: float = 0.0) -> None:
+        """``size`` bytes of a payload were written, in so many seconds; the next in turn follows."""
         if outgoing is None:
             return
+        kept = max(0.0, 1 - size / _REMEMBERED)
+        self._written_bytes = kept * self._written_bytes + size
+        self._written_seconds = kept * self._written_seconds + seconds
         outgoing.left -= size
         if outgoing.left:
             self.turns.append(outgoing)

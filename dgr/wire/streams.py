@@ -1,15 +1,16 @@
 """How packets and a transport meet: written with as few copies as the transport allows, and read into the framer.
 
 Plain TCP takes a header and its fragment in one system call, wherever they lie, and reads a payload where it belongs. TLS and
-whatever else is a stream takes and gives bytes; a memory transport passes on the sender's own.
+whatever else is a stream takes and gives bytes; a memory transport passes on the sender's own. A transport may also be a
+packet stream itself.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-from collections.abc import Callable, Iterator
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import ClassVar, Protocol, runtime_checkable
 
 import trio
 
@@ -17,7 +18,7 @@ from dgr.errors import FrameError
 from dgr.wire.framing import Framer, Received
 from dgr.wire.memory import MemoryTransport
 
-__all__ = ["PacketStream", "packet_stream"]
+__all__ = ["PacketStream", "Take", "packet_stream", "send_parts", "stream_errors"]
 
 #: Read size; larger reads are several times slower through TLS.
 _READ = 65536
@@ -32,8 +33,14 @@ _JOINED = 65536
 Take = Callable[[list[Received]], None]
 
 
+@runtime_checkable
 class PacketStream(Protocol):
     """A transport as a link uses it. Errors are those of :class:`trio.abc.Stream`."""
+
+    @property
+    def owes(self) -> bool:
+        """Whether an empty packet should be written, for something that the transport itself has to say."""
+        ...
 
     async def send(self, head: bytes, body: memoryview | None) -> None:
         """Write a packet; ``body`` is not changed any more by anyone."""
@@ -46,6 +53,8 @@ class PacketStream(Protocol):
 
 def packet_stream(transport: trio.abc.Stream) -> PacketStream:
     """The best way to use a transport."""
+    if isinstance(transport, PacketStream):
+        return transport
     if isinstance(transport, MemoryTransport):
         return _MemoryStream(transport)
     if type(transport) is trio.SocketStream and hasattr(transport.socket, "sendmsg"):
@@ -55,6 +64,8 @@ def packet_stream(transport: trio.abc.Stream) -> PacketStream:
 
 class _ByteStream:
     """TLS, and any other stream."""
+
+    owes: ClassVar[bool] = False
 
     def __init__(self, transport: trio.abc.Stream) -> None:
         self._transport = transport
@@ -78,6 +89,8 @@ class _ByteStream:
 class _MemoryStream:
     """A pipe inside this process."""
 
+    owes: ClassVar[bool] = False
+
     def __init__(self, transport: MemoryTransport) -> None:
         self._transport = transport
 
@@ -98,25 +111,22 @@ class _MemoryStream:
 class _SocketStream:
     """Plain TCP: scatter and gather."""
 
+    owes: ClassVar[bool] = False
+
     def __init__(self, transport: trio.SocketStream) -> None:
         self._socket = transport.socket
         self._between = memoryview(bytearray(_BETWEEN))
 
     async def send(self, head: bytes, body: memoryview | None) -> None:
         parts = [memoryview(head)] if body is None else [memoryview(head), body]
-        with _stream_errors():
-            while parts:
-                sent = await self._socket.sendmsg(parts)
-                while parts and sent >= parts[0].nbytes:
-                    sent -= parts.pop(0).nbytes
-                if parts:
-                    parts[0] = parts[0][sent:]
+        with stream_errors():
+            await send_parts(self._socket, parts)
 
     async def receive(self, framer: Framer, take: Take) -> int:
         room = None
         with contextlib.suppress(FrameError):
             room = framer.room
-        with _stream_errors():
+        with stream_errors():
             if room is None:
                 came = await self._socket.recv_into(self._between)
                 rest = self._between[:came]
@@ -130,8 +140,19 @@ class _SocketStream:
         return came
 
 
+async def send_parts(sock: trio.socket.SocketType, parts: Sequence[memoryview]) -> None:
+    """Write bytes from where they lie, all of them, in order."""
+    left = list(parts)
+    while left:
+        sent = await sock.sendmsg(left)
+        while left and sent >= left[0].nbytes:
+            sent -= left.pop(0).nbytes
+        if left:
+            left[0] = left[0][sent:]
+
+
 @contextlib.contextmanager
-def _stream_errors() -> Iterator[None]:
+def stream_errors() -> Iterator[None]:
     """Errors of a socket as a stream has them."""
     try:
         yield

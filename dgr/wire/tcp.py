@@ -1,6 +1,7 @@
-"""TCP and TLS transports: where bytes leave the process.
+"""Transports by address: where bytes leave the process.
 
 Between hosts TLS 1.3 with certificates on both sides is the rule; plain TCP needs a loopback address or an explicit word.
+Processes of one user on one host have ``unix:/PATH`` (:mod:`dgr.wire.samehost`), where neither is asked for.
 """
 
 from __future__ import annotations
@@ -8,18 +9,25 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import re
+import socket
 import ssl
 from collections.abc import Mapping
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import trio
 
 from dgr.errors import DeadlineExceeded, InputError, LinkBroken
 from dgr.wire.credentials import Credentials
+from dgr.wire.samehost.addresses import listen_at, socket_path
+
+if TYPE_CHECKING:
+    from dgr.wire.samehost.stream import SharedStream
 
 __all__ = [
     "Transport",
+    "accept",
     "accept_tls",
+    "address_of",
     "dial",
     "is_loopback",
     "listen",
@@ -29,7 +37,7 @@ __all__ = [
     "peer_names",
 ]
 
-Transport: TypeAlias = "trio.SocketStream | trio.SSLStream[trio.SocketStream]"
+Transport: TypeAlias = "trio.SocketStream | trio.SSLStream[trio.SocketStream] | SharedStream"
 
 #: Seconds for telling a peer why its handshake failed, at most.
 _LAST_WORDS = 1.0
@@ -52,8 +60,10 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]+")
 def parse_address(text: str) -> tuple[str, int]:
     """Read ``HOST:PORT`` or ``[IPV6]:PORT``. Raises :class:`InputError`."""
     host, colon, port = text.rpartition(":")
+    if text.startswith("unix:"):
+        raise InputError(f"address {text!r} is one of this host alone; give HOST:PORT here, for example 127.0.0.1:7701")
     if "://" in text:
-        raise InputError(f"address {text!r} is a URL; stages are reached at HOST:PORT alone, for example 10.0.0.1:7701")
+        raise InputError(f"address {text!r} is a URL; stages are reached at HOST:PORT, for example 10.0.0.1:7701")
     bracketed = host.startswith("[") and host.endswith("]")
     host = host[1:-1] if bracketed else host
     if (
@@ -109,11 +119,13 @@ def check_plain(host: str, credentials: Credentials | None, allow_plain: bool) -
 async def listen(
     address: str, *, credentials: Credentials | None, allow_plain: bool = False
 ) -> list[trio.SocketListener]:
-    """Bind ``HOST:PORT``: every address that the name has, or for port 0 (any free one) its first address alone.
+    """Bind ``HOST:PORT``: every address that the name has, or for port 0 (any free one) its first alone; or ``unix:/PATH``.
 
     Two addresses would have two free ports, and there is one to tell. Raises :class:`InputError`, for credentials that
     cannot be used too.
     """
+    if (path := socket_path(address)) is not None:
+        return [await listen_at(path)]
     host, port = parse_address(address)
     check_plain(host, credentials, allow_plain)
     if credentials is not None:
@@ -129,6 +141,27 @@ async def listen(
     return listeners
 
 
+def address_of(listener: trio.SocketListener) -> str:
+    """Where a socket listens, as it is dialled."""
+    name = listener.socket.getsockname()
+    if listener.socket.family == socket.AF_UNIX:
+        return f"unix:{name}"
+    host, port = name[:2]
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+async def accept(stream: trio.SocketStream, context: ssl.SSLContext | None, seconds: float) -> Transport:
+    """The server's side of whatever a connection begins with, within a deadline: shared memory, TLS or nothing.
+
+    Raises :class:`~dgr.errors.WireError`.
+    """
+    if stream.socket.family == socket.AF_UNIX:
+        from dgr.wire.samehost.handshake import accept_shared  # it needs Linux
+
+        return await accept_shared(stream, seconds)
+    return await accept_tls(stream, context, seconds)
+
+
 async def accept_tls(stream: trio.SocketStream, context: ssl.SSLContext | None, seconds: float) -> Transport:
     """The server's side of the TLS handshake, within a deadline. Raises :class:`LinkBroken`."""
     if context is None:
@@ -141,10 +174,14 @@ async def accept_tls(stream: trio.SocketStream, context: ssl.SSLContext | None, 
 async def dial(
     address: str, *, credentials: Credentials | None, allow_plain: bool = False, seconds: float = 10.0
 ) -> Transport:
-    """Connect to ``HOST:PORT``; with credentials, over TLS with the host's name checked.
+    """Connect to ``HOST:PORT``, with credentials over TLS with the host's name checked; or to ``unix:/PATH``.
 
     Raises :class:`LinkBroken` when the host refuses or presents a wrong certificate, :class:`DeadlineExceeded`.
     """
+    if (path := socket_path(address)) is not None:
+        from dgr.wire.samehost.handshake import dial_shared  # it needs Linux
+
+        return await dial_shared(path, seconds)
     host, port = parse_address(address)
     check_plain(host, credentials, allow_plain)
     context = None if credentials is None else credentials.context(server=False)

@@ -354,13 +354,13 @@ def test_native_numerics_are_measured_and_not_promised(job: CertifyJob, tmp_path
         (["--route", "no-such.toml"], "no-such.toml"),
     ],
 )
-def test_bad_input_is_told_in_one_line(
+def test_bad_input_is_told_and_what_to_do(
     arguments: list[str], words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["certify", "--out", str(tmp_path / "out"), *arguments]) == 2
     said = capsys.readouterr().err
     assert words in said
-    assert said.count("\n") == 1
+    assert said.count("\n") == 2
     assert not (tmp_path / "out").exists()
 
 

@@ -82,6 +82,31 @@ def test_a_prefill_chunk_is_judged_by_its_ratio(transport: str, most: float) -> 
         assert check.passed is (ratio < most)
 
 
+def test_processes_of_one_host_are_judged_against_loopback_tcp() -> None:
+    for speed in (1.9, 2.1):
+        unit = {
+            "tokens": 512,
+            "payload_bytes": 512 * PAYLOAD,
+            "tcp_ms": [20.0, 30.0],
+            "link_ms": [20 / speed, 30 / speed],
+        }
+        found = {"unix, prefill": unit}
+        (check,) = HOPS.checks(found)[1:]
+        assert "one host" in check.name
+        assert check.passed is (speed > 2)
+        assert HOPS.metrics(found)["unix, prefill"]["speed"].median == pytest.approx(speed)
+        [section] = HOPS.sections(HOPS.metrics(found), found)
+        assert f"| prefill | 25.000 | {25 / speed:.3f} | {speed:.2f}" in section.parts[1]
+
+
+@pytest.mark.slow
+async def test_links_of_one_host_are_measured_beside_tcp(tmp_path: Path) -> None:
+    plan = msgspec.structs.replace(hops.plan(True, ("unix",)), rounds={"decode": 3, "prefill": 1})
+    found = await measured(plan, tmp_path)
+    assert len(found["unix, decode"]["tcp_ms"]) == len(found["unix, decode"]["link_ms"]) == 3
+    assert len(found["unix, prefill"]["link_ms"]) == 1
+
+
 def test_figures() -> None:
     found = HOPS.metrics(units(memory=0.05))["memory, decode"]
     assert found["extra_ms_per_hop"].median == pytest.approx(0.05)

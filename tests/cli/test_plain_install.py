@@ -75,6 +75,7 @@ def test_every_module_is_imported_but_those_of_an_extra() -> None:
     needs = ast.literal_eval(done.stdout)
     folders = ("dgr.serving.api.", "dgr.serving.http.", "dgr.serving.metrics.", "dgr.serving.monitor.")
     assert needs.pop("dgr.serving.tracing.otel") == "opentelemetry"
+    assert needs.pop("dgr.protocol.planes") == "zstandard"
     assert {needs.pop("dgr.cli.ray_actor"), needs.pop("dgr.cli.ray_up")} == {"ray"}
     assert all(module.startswith(folders) and needed in HTTP for module, needed in needs.items()), needs
 

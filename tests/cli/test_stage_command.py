@@ -111,7 +111,7 @@ def test_a_model_that_is_not_there_is_refused(run: Callable[..., Result], tmp_pa
     result = run("stage", tmp_path / "none.gguf", "--layers", "0:7", *LISTEN)
     assert result.code == 2
     assert "none.gguf" in result.err
-    assert len(result.err.splitlines()) == 1
+    assert len(result.err.splitlines()) == 2
 
 
 def test_a_port_that_is_taken_is_told_before_the_model_is_read(run: Callable[..., Result], tmp_path: Path) -> None:

@@ -32,7 +32,7 @@ from dgr.wire.credentials import Credentials
 from dgr.wire.frames import Denied, Hello, Role, Welcome
 from dgr.wire.handshake import HANDSHAKE_LIMITS, exchange_preamble
 from dgr.wire.links import Link, open_link
-from dgr.wire.tcp import Transport, listen, parse_address
+from dgr.wire.tcp import address_of, listen, parse_address
 
 MODEL = FakeModel()
 CONTEXT = ContextParams(n_ctx=96, n_batch=16, n_ubatch=8, n_seq_max=3)
@@ -136,10 +136,9 @@ class Hosts:
         listeners = await listen(address, credentials=policy.credentials, allow_plain=policy.allow_plain)
         if room is not None:  # accepted sockets inherit it
             listeners[0].socket.setsockopt(trio.socket.SOL_SOCKET, trio.socket.SO_SNDBUF, room)
-        name, port = listeners[0].socket.getsockname()[:2]
         server = StageServer(policy)
         async with open_shard(engine, dial or server.dial, name=str(engine.describe().layers)) as shard:
-            host = Host(f"[{name}]:{port}" if ":" in name else f"{name}:{port}", engine, shard, server)
+            host = Host(address_of(listeners[0]), engine, shard, server)
             self.running.append(host)
             try:
                 with host.scope:
@@ -247,7 +246,7 @@ def identity(split: str = "0:2", *, of: ContextParams = CONTEXT, **changes: Any)
 @asynccontextmanager
 async def connected(
     address: str, credentials: Credentials | None = None, *, room: int | None = None
-) -> AsyncIterator[Transport]:
+) -> AsyncIterator[trio.SocketStream | trio.SSLStream[trio.SocketStream]]:
     """A transport to a stage before any word of ours. ``room``: bytes of answers that the kernel keeps for us."""
     host, port = parse_address(address)
     sock = trio.socket.socket()
@@ -255,7 +254,7 @@ async def connected(
         sock.setsockopt(trio.socket.SOL_SOCKET, trio.socket.SO_RCVBUF, room)
     await sock.connect((host, port))
     plain = trio.SocketStream(sock)
-    stream: Transport = plain
+    stream: trio.SocketStream | trio.SSLStream[trio.SocketStream] = plain
     if credentials is not None:
         stream = trio.SSLStream(plain, credentials.context(server=False), server_hostname=host)
     try:

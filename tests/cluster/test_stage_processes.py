@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
@@ -41,6 +42,10 @@ ANSWER, LATE = 12, 7
 #: Seconds of a link's heartbeat; three are the time within which silence is noticed.
 BEAT = 0.25
 POLICY = LinkPolicy(heartbeat=BEAT)
+ON_LINUX = [
+    pytest.mark.slow,
+    pytest.mark.skipif(sys.platform != "linux", reason="unix: addresses are there on Linux alone"),
+]
 #: Seconds beside three heartbeats that a busy machine may take to tell of a loss.
 SLACK = 2.0
 #: Seconds for a stage to be started and fenced again, and for a prompt to be prefilled again.
@@ -242,11 +247,22 @@ async def test_a_stage_cut_off(
         assert all(len(up.events(ref.address, "ready")) == 1 for ref in file.route.stages)
 
 
+@pytest.mark.parametrize(
+    ("kind", "wire"),
+    [
+        ("tcp", "f32"),
+        pytest.param("tcp", "f32+zstd", marks=pytest.mark.slow),
+        pytest.param("unix", "f32", marks=ON_LINUX),
+    ],
+)
 async def test_a_stage_killed_in_mid_answer_is_started_again_and_the_text_goes_on(
-    small: Path, prompt: Prompt, expected: Expected, tmp_path: Path
+    kind: str, wire: str, small: Path, prompt: Prompt, expected: Expected, tmp_path: Path
 ) -> None:
     """The grid above in small: it is what a user sees first."""
-    file = write_route(tmp_path / "route.toml", small, SPLIT, **CONTEXT)
+    sockets = tmp_path / "sockets"
+    sockets.mkdir()
+    addresses = [f"unix:{sockets}/{index}" for index in range(3)] if kind == "unix" else None
+    file = write_route(tmp_path / "route.toml", small, SPLIT, addresses, wire=wire, **CONTEXT)
     async with open_up(file, "--heartbeat", str(BEAT)) as up:
         first_pids = [await up.ready(ref.address) for ref in file.route.stages]
         async with open_remote(file.route) as pipeline:
@@ -257,6 +273,7 @@ async def test_a_stage_killed_in_mid_answer_is_started_again_and_the_text_goes_o
             assert await up.ready(address, 2) != first_pids[1]
     assert all(map(is_gone, first_pids))
     assert up.process.returncode == 0
+    assert not list(sockets.iterdir())
 
 
 @pytest.mark.slow

@@ -1,8 +1,9 @@
-"""State that is read or cleared in pieces is what it is in one go, whatever runs in between."""
+"""State that is read, copied or cleared in pieces is what it is in one go, whatever runs in between."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -108,6 +109,49 @@ def test_a_slot_that_was_full_is_as_large_as_before(engine: InspectedEngine, pro
         assert engine.position(1) == CONTEXT.n_ctx
         assert len(list(engine.close_pieces(1))) > 100
         assert engine.position(1) == 0
+
+
+def test_a_copy_in_pieces_is_of_one_moment(engine: InspectedEngine, prompt: Prompt) -> None:
+    """Others run between the pieces, and the source goes on, up to rows that it completes meanwhile."""
+    tokens = prompt(400)
+    engine.run([Work(0, 0, tokens[:299])])
+    alone, before = engine.state_summary(0), engine.image(0)
+    pieces = 0
+    for at, _ in enumerate(engine.fork_pieces(0, 1)):
+        pieces += 1
+        with pytest.raises(InputError, match="slot 1 was lost in an earlier run: clear it first"):
+            engine.run([Work(1, 299, tokens[299:300])])
+        engine.run([Work(0, 299 + at, tokens[299 + at : 300 + at]), Work(2, at, prompt(1))])
+    assert pieces > 10
+    assert engine.state_summary(1) == alone
+    assert engine.image(1) == before
+    gone_on = engine.state_summary(0)
+    engine.run([Work(1, 299, tokens[299 : 299 + pieces])])
+    assert engine.state_summary(1).components == gone_on.components
+
+
+def test_a_source_that_is_cleared_under_a_copy_loses_the_copy(engine: InspectedEngine, prompt: Prompt) -> None:
+    engine.run([Work(0, 0, prompt(300))])
+    pieces = engine.fork_pieces(0, 1)
+    next(pieces)
+    engine.close(0)
+    engine.run([Work(0, 0, prompt(300, seed=1))])
+    with pytest.raises(EngineError, match="slot 0 was cleared while it was copied to slot 1: clear slot 1"):
+        next(pieces)
+    with pytest.raises(InputError, match="slot 1 was lost in an earlier run: clear it first"):
+        engine.run([Work(1, 0, prompt(3))])
+    engine.close(1)
+    assert engine.image(1) == engine.image(2)
+
+
+def test_a_copy_that_was_left_half_way_leaves_nothing(engine: InspectedEngine, prompt: Prompt) -> None:
+    engine.run([Work(0, 0, prompt(300))])
+    with closing(engine.fork_pieces(0, 1)) as pieces:
+        next(pieces)
+    engine.close(1)
+    assert engine.image(1) == engine.image(2)
+    engine.fork(0, 1)
+    assert engine.state_summary(1) == engine.state_summary(0)
 
 
 def test_what_a_reader_waits_for_may_be_stopped(engine: InspectedEngine, prompt: Prompt) -> None:

@@ -100,7 +100,7 @@ def test_a_flag_is_refused(command: str, flag: str, capsys: pytest.CaptureFixtur
     assert told.out == ""
     assert told.err.startswith(f"dgr: error: the flag {flag.split('=')[0]} asks for multi-token prediction")
     assert CONTRACT in told.err
-    assert told.err.count("\n") == 1
+    assert told.err.count("\n") == 2
 
 
 @pytest.mark.parametrize("command", COMMANDS)

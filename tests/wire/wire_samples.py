@@ -144,7 +144,13 @@ def values(schema: Any) -> st.SearchStrategy[Any]:
             return ends.map(lambda pair: LayerRange(*pair))
         case inspect.StructType(cls=cls) if cls is ContextParams:
             fields = {field.name: values(field.type) for field in schema.fields}
-            wires = st.sampled_from([(Numerics.EXACT, Wire.F32), *itertools.product(list(Numerics)[1:], Wire)])
+            wires = st.sampled_from(
+                [
+                    (Numerics.EXACT, Wire.F32),
+                    (Numerics.EXACT, Wire.F32_ZSTD),
+                    *itertools.product(list(Numerics)[1:], Wire),
+                ]
+            )
             return st.builds(
                 lambda promise, **others: ContextParams(**others | {"numerics": promise[0], "wire": promise[1]}),
                 wires,

@@ -26,7 +26,7 @@ class Delays(msgspec.Struct, frozen=True, kw_only=True):
     """What is measured."""
 
     #: Milliseconds that each cable takes, each way. None at all shows how far apart two measurements of the same are.
-    delays_ms: tuple[float, ...] = (0, 1, 5, 10, 20, 40)
+    delays_ms: tuple[float, ...] = (0, 1, 5, 10, 20, 40, 150)
     #: Tokens measured in a row, of each kind.
     tokens: int = 3
     #: Times that the kinds alternate at one delay in a round.

@@ -1,8 +1,8 @@
 """Links to an echo: a boundary frame goes there and comes back, and so do bare bytes on the same transport.
 
-Over ``memory`` the echo is a task of this process, over ``tcp`` and ``tls`` a process of its own on loopback::
+Over ``memory`` the echo is a task of this process, over ``unix``, ``tcp`` and ``tls`` a process of its own on this host::
 
-    python -P -m dgr_bench.overhead.echo [KEYS]     # be that process; prints the port
+    python -P -m dgr_bench.overhead.echo ADDRESS [KEYS]     # be that process; prints its address
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ from dgr.cli.keys import make_keys
 from dgr.core.values import Expectation, Key, LogitsWanted, SamplingParams
 from dgr.errors import DgrError, LinkBroken
 from dgr.testing.network.proxy import FaultyProxy, open_proxy
+from dgr.testing.network.relay import CAPACITY
 from dgr.v4.hyper_parameters import V4_FLASH
 from dgr.wire import Limits, Link, frames, memory_transports, open_link
 from dgr.wire.credentials import Credentials
 from dgr.wire.memory import MemoryTransport
-from dgr.wire.tcp import accept_tls, dial, listen
+from dgr.wire.streams import PacketStream
+from dgr.wire.tcp import accept, address_of, dial, listen
 
 #: Links of V4 Flash: the residual stream is four times as wide as the model.
 WIDTH = 4 * V4_FLASH.n_embd
 LIMITS = Limits(n_batch=512, boundary_width=WIDTH, n_vocab=V4_FLASH.n_vocab)
-_KEY = Key(bytes(16), 1, 1)
 #: As a decode step carries it to the tail.
 _SAMPLING = SamplingParams(0.7, 40, 0.95, 0.05, 1.1, 0.1, 0.1, -1, 2**32 - 1, 0, 0)
 _HOST = "127.0.0.1"
@@ -51,15 +52,23 @@ def payload_bytes(n_tokens: int) -> int:
 
 def _limits_on(transport: trio.abc.Stream) -> Limits:
     """As between two stages: in one process, a payload goes in one piece."""
-    return LIMITS.unbroken() if isinstance(transport, MemoryTransport) else LIMITS
+    if isinstance(transport, MemoryTransport):
+        return LIMITS.unbroken()
+    return LIMITS.within_host() if isinstance(transport, PacketStream) else LIMITS
 
 
-def _boundary(n_tokens: int) -> frames.Boundary:
+def boundary_of(n_tokens: int, session: int = 1) -> frames.Boundary:
     """A frame as a stage sends it, late in a long context: its numbers take all their bytes."""
     expect = Expectation(1_000_000, bytes(16))
     tokens = (V4_FLASH.n_vocab - 1,) * n_tokens
     return frames.Boundary(
-        _KEY, 1_000_000, expect, tokens, LogitsWanted.LAST, _SAMPLING, payload=payload_bytes(n_tokens)
+        Key(bytes(16), 1, session),
+        1_000_000,
+        expect,
+        tokens,
+        LogitsWanted.LAST,
+        _SAMPLING,
+        payload=payload_bytes(n_tokens),
     )
 
 
@@ -79,15 +88,15 @@ async def _echo(transport: trio.abc.Stream) -> None:
             await transport.send_all(data)
 
 
-async def _serve(credentials: Credentials | None) -> None:
-    """Be the far side in a process of its own; print the port."""
-    listeners = await listen(f"{_HOST}:0", credentials=credentials)
+async def _serve(address: str, credentials: Credentials | None) -> None:
+    """Be the far side in a process of its own; print where."""
+    listeners = await listen(address, credentials=credentials)
     tls = None if credentials is None else credentials.context(server=True)
-    print(listeners[0].socket.getsockname()[1], flush=True)
+    print(address_of(listeners[0]), flush=True)
 
     async def take(stream: trio.SocketStream) -> None:
         try:
-            await _echo(await accept_tls(stream, tls, _HANDSHAKE))
+            await _echo(await accept(stream, tls, _HANDSHAKE))
         except (trio.BrokenResourceError, DgrError):
             return  # the near side is done and does not say goodbye
 
@@ -112,11 +121,14 @@ class Echo:
     credentials: Credentials | None
 
     @asynccontextmanager
-    async def counted(self) -> AsyncIterator[tuple[trio.abc.Stream, FaultyProxy]]:
-        """A stream to the process, and the cable under it, which counts the bytes on the wire."""
+    async def counted(self, capacity: int = CAPACITY) -> AsyncIterator[tuple[trio.abc.Stream, FaultyProxy]]:
+        """A stream to the process, and the cable under it, which counts the bytes on the wire.
+
+        ``capacity``: bytes that the cable holds each way, beside what the kernel holds before it.
+        """
         if self.address is None:
             raise ValueError("an echo in this process has no wire to count on")
-        async with open_proxy(self.address) as cable:
+        async with open_proxy(self.address, capacity=capacity) as cable:
             near = await dial(cable.address, credentials=self.credentials)
             try:
                 yield near, cable
@@ -134,13 +146,13 @@ async def _connect_memory() -> AsyncIterator[trio.abc.Stream]:
 
 
 @asynccontextmanager
-async def _process(keys: Path | None) -> AsyncIterator[int]:
-    """The echo as a child process; returns its port."""
-    command = python_module("dgr_bench.overhead.echo", *([] if keys is None else [str(keys)]))
+async def _process(address: str, keys: Path | None) -> AsyncIterator[str]:
+    """The echo as a child process; returns its address."""
+    command = python_module("dgr_bench.overhead.echo", address, *([] if keys is None else [str(keys)]))
     process = await trio.lowlevel.open_process(command, stdout=subprocess.PIPE)
     assert process.stdout is not None
     try:
-        yield int(await process.stdout.receive_some(64))
+        yield (await process.stdout.receive_some(256)).decode().strip()
     finally:
         process.kill()
         with trio.CancelScope(shield=True):
@@ -150,7 +162,7 @@ async def _process(keys: Path | None) -> AsyncIterator[int]:
 
 @asynccontextmanager
 async def open_echo(transport: str) -> AsyncIterator[Echo]:
-    """Run an echo for the length of the block. ``transport``: ``memory``, ``tcp`` or ``tls``."""
+    """Run an echo for the length of the block. ``transport``: ``memory``, ``unix``, ``tcp`` or ``tls``."""
     if transport == "memory":
         yield Echo(_connect_memory, None, None)
         return
@@ -159,8 +171,8 @@ async def open_echo(transport: str) -> AsyncIterator[Echo]:
         if keys is not None:
             make_keys(keys, [_HOST], 1)
         credentials = None if keys is None else _credentials_in(keys)
-        async with _process(keys) as port:
-            address = f"{_HOST}:{port}"
+        asked = f"unix:{folder}/echo" if transport == "unix" else f"{_HOST}:0"
+        async with _process(asked, keys) as address:
 
             @asynccontextmanager
             async def connect() -> AsyncIterator[trio.abc.Stream]:
@@ -217,7 +229,7 @@ async def wire_bytes(echo: Echo, n_tokens: int, warm_up: int, rounds: int) -> in
 async def link_round(link: Link, n_tokens: int, payload: bytes) -> float:
     """Seconds for a round trip of a boundary frame, which is then consumed and granted again, as a stage does."""
     began = trio.current_time()
-    await link.send(_boundary(n_tokens), payload)
+    await link.send(boundary_of(n_tokens), payload)
     async for received in link:
         if received.payload is not None and received.payload.nbytes == len(payload):
             link.grant(len(payload))
@@ -226,4 +238,4 @@ async def link_round(link: Link, n_tokens: int, payload: bytes) -> float:
 
 
 if __name__ == "__main__":
-    trio.run(_serve, _credentials_in(Path(sys.argv[1])) if sys.argv[1:] else None)
+    trio.run(_serve, sys.argv[1], _credentials_in(Path(sys.argv[2])) if sys.argv[2:] else None)

@@ -2,12 +2,14 @@
 
 A boundary frame of V4 Flash goes through a dgr link and back, against a bare echo of the same bytes on the same transport; the
 two ways alternate round by round. Two shapes: one token's boundary (65 536 bytes: a decode step) and 512 tokens' (32 MiB: a
-prefill chunk). Metrics are round trips there and back, so a hop is half of one.
+prefill chunk). Metrics are round trips there and back, so a hop is half of one. Processes of one host (``unix``) are held
+against the same link over loopback TCP.
 
 Units:
 
 ``TRANSPORT, SHAPE``
-    ``tokens``, ``payload_bytes``, ``bare_ms`` and ``link_ms``: milliseconds of every round trip, in pairs.
+    ``tokens``, ``payload_bytes``, ``bare_ms`` (``unix``: ``tcp_ms``) and ``link_ms``: milliseconds of every round trip, in
+    pairs.
 ``TRANSPORT, SHAPE, bytes``
     ``tokens``, ``payload_bytes``, ``frames``: sent both ways; ``wire_bytes``: all that a relay under TLS passed on for
     them, both ways, so with TLS records and with the credit that each frame is answered with.
@@ -16,7 +18,8 @@ Units:
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -32,7 +35,7 @@ from dgr_bench.reports import Section, table
 from dgr_bench.results import Kind, Result
 from dgr_bench.verdicts import Check, Goal
 
-TRANSPORTS = ("memory", "tcp", "tls")
+TRANSPORTS = ("memory", "unix", "tcp", "tls")
 #: Name of a shape -> tokens of its frame.
 SHAPES = {"decode": 1, "prefill": 512}
 #: Extra milliseconds of one token's hop, by transport; extra bytes of one token's frame on any wire.
@@ -43,6 +46,8 @@ GOALS = {
 }
 #: Time of a prefill chunk's round trip over that of its bare bytes, by transport.
 RATIO_GOALS = {"memory": Goal("at most", 1.3), "tcp": Goal("at most", 1.3), "tls": Goal("at most", 1.05)}
+#: Speed of a prefill chunk between processes of one host, over that of the same link over loopback TCP.
+UNIX_GOAL = Goal("at least", 2.0)
 #: Round trips by shape.
 _ROUNDS, _QUICK_ROUNDS = {"decode": 1000, "prefill": 15}, {"decode": 100, "prefill": 2}
 #: Round trips that count for nothing: buffers grow, TLS sends its session tickets.
@@ -67,7 +72,8 @@ def plan(quick: bool, transports: Sequence[str] = TRANSPORTS, shapes: Sequence[s
         transports=tuple(transports),
         rounds={shape: rounds[shape] for shape in shapes},
         goals={name: str(goal) for name, goal in GOALS.items()}
-        | {f"{name}, prefill": str(goal) for name, goal in RATIO_GOALS.items()},
+        | {f"{name}, prefill": str(goal) for name, goal in RATIO_GOALS.items()}
+        | {"unix, prefill": str(UNIX_GOAL)},
     )
 
 
@@ -80,8 +86,35 @@ async def _time(tokens: int, rounds: int, echo: Echo) -> dict[str, Any]:
                 (await bare_round(bare, payload), await link_round(link, tokens, payload))
                 for _ in range(_WARM_UP + rounds)
             ]
-    bare_ms, link_ms = ([round(1e3 * seconds, 4) for seconds in side] for side in zip(*times[_WARM_UP:], strict=True))
+    bare_ms, link_ms = _pairs(times)
     return {"tokens": tokens, "payload_bytes": len(payload), "bare_ms": bare_ms, "link_ms": link_ms}
+
+
+def _pairs(times: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
+    one, other = ([round(1e3 * seconds, 4) for seconds in side] for side in zip(*times[_WARM_UP:], strict=True))
+    return one, other
+
+
+@asynccontextmanager
+async def _open_unix_and_tcp() -> AsyncIterator[tuple[Echo, Echo]]:
+    async with open_echo("unix") as unix, open_echo("tcp") as tcp:
+        yield unix, tcp
+
+
+async def _time_against_tcp(tokens: int, rounds: int, echoes: tuple[Echo, Echo]) -> dict[str, Any]:
+    payload = bytes(payload_bytes(tokens))
+    async with (
+        echoes[0].connect() as near,
+        echoes[1].connect() as far,
+        open_echo_link(near) as unix,
+        open_echo_link(far) as tcp,
+    ):
+        times = [
+            (await link_round(tcp, tokens, payload), await link_round(unix, tokens, payload))
+            for _ in range(_WARM_UP + rounds)
+        ]
+    tcp_ms, link_ms = _pairs(times)
+    return {"tokens": tokens, "payload_bytes": len(payload), "tcp_ms": tcp_ms, "link_ms": link_ms}
 
 
 async def _count(tokens: int, rounds: int, echo: Echo) -> dict[str, Any]:
@@ -103,6 +136,11 @@ class Hops:
 
     def units(self, _: Store) -> Iterator[Group]:
         for transport in self.plan.transports:
+            if transport == "unix":
+                shapes = self.plan.rounds.items()
+                compared = [Unit(f"unix, {name}", partial(_time_against_tcp, SHAPES[name], n)) for name, n in shapes]
+                yield Group(compared, _open_unix_and_tcp)
+                continue
             kinds = {"": _time} if transport == "memory" else {"": _time, ", bytes": _count}
             units = [
                 Unit(f"{transport}, {shape}{kind}", partial(one, SHAPES[shape], rounds))
@@ -118,6 +156,12 @@ class Hops:
             if "wire_bytes" in unit:
                 per_frame = unit["wire_bytes"] / unit["frames"]
                 found[name] = {"bytes_per_frame": per_frame, "extra_bytes": per_frame - unit["payload_bytes"]}
+            elif "tcp_ms" in unit:
+                found[name] = {
+                    "tcp_ms": quartiles_of(unit["tcp_ms"]),
+                    "link_ms": quartiles_of(unit["link_ms"]),
+                    "speed": quartiles_of([a / b for a, b in zip(unit["tcp_ms"], unit["link_ms"], strict=True)]),
+                }
             elif "link_ms" in unit:
                 pairs = list(zip(unit["link_ms"], unit["bare_ms"], strict=True))
                 found[name] = {
@@ -137,7 +181,10 @@ class Hops:
             if transport in GOALS and timed in found:
                 extra = found[timed]["extra_ms_per_hop"]
                 verdicts.append(GOALS[transport].check(f"extra time of a hop {where}", extra))
-            if (chunk := f"{transport}, prefill") in found:
+            if (chunk := f"{transport}, prefill") in found and transport == "unix":
+                what = "speed of a prefill chunk between processes of one host over that over loopback TCP"
+                verdicts.append(UNIX_GOAL.check(what, found[chunk]["speed"]))
+            elif chunk in found:
                 what = f"time of a prefill chunk over that of its bytes, {where}"
                 verdicts.append(RATIO_GOALS[transport].check(what, found[chunk]["ratio"]))
             if counted in found:
@@ -154,6 +201,7 @@ class Hops:
     def sections(self, metrics: Mapping[str, Any], units: Units) -> list[Section]:
         """Tables of any result with units of hops."""
         timed = {name: msgspec.convert(row, dict[str, Quartiles]) for name, row in metrics.items() if "ratio" in row}
+        shared = {name: msgspec.convert(row, dict[str, Quartiles]) for name, row in metrics.items() if "speed" in row}
         times = [
             (*name.split(", "), f"{row['bare_ms'].median:.3f}", f"{row['link_ms'].median:.3f}", row["ratio"],
              row["extra_ms_per_hop"])
@@ -168,14 +216,21 @@ class Hops:
         said = "Round trips; medians, with quartiles in brackets."
         counted = "Counted on TCP: TLS records, packet headers and the credit in return are in the extra bytes."
         size_heads = ("transport", "frame", "payload, bytes", "extra bytes a frame")
-        found = [Section("Time of a hop", (said, table(heads, times)))]
+        found = [Section("Time of a hop", (said, table(heads, times)))] if times else []
+        if shared:
+            rows = [
+                (name.split(", ")[1], f"{row['tcp_ms'].median:.3f}", f"{row['link_ms'].median:.3f}", row["speed"])
+                for name, row in shared.items()
+            ]
+            unix_heads = ("frame", "loopback TCP, ms", "unix:, ms", "TCP / unix:")
+            found.append(Section("Processes of one host", (said, table(unix_heads, rows))))
         return found + ([Section("Bytes of a frame", (counted, table(size_heads, sizes)))] if sizes else [])
 
     def plot(self, metrics: Mapping[str, Any]) -> Plot:
         """Extra time by transport, with the goals."""
 
         def paint(axes: Axes) -> None:
-            names = [name for name in TRANSPORTS if f"{name}, decode" in metrics]
+            names = [name for name in TRANSPORTS if "extra_ms_per_hop" in metrics.get(f"{name}, decode", {})]
             for place, name in enumerate(names):
                 extra = msgspec.convert(metrics[f"{name}, decode"]["extra_ms_per_hop"], Quartiles)
                 errors = [[extra.median - extra.low], [extra.high - extra.median]]

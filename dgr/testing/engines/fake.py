@@ -32,7 +32,6 @@ from dgr.core.values import (
     StageIdentity,
     StateSummary,
     TopLogprob,
-    Wire,
 )
 from dgr.engine.base import FORK, MemoryReport, Output, Work
 from dgr.errors import ContextLimitExceeded, EngineError, InputError, InvalidLayerRange, NonFinite
@@ -155,8 +154,8 @@ class FakeEngine:
             raise InvalidLayerRange(
                 f"layers {layers} end beyond the last main layer; the model has {self.model.n_layers}"
             )
-        if context.wire is not Wire.F32:
-            raise InputError(f"wire is {context.wire}; a fake's residuals travel as f32")
+        if context.wire.rounds:
+            raise InputError(f"wire is {context.wire}; a fake's residuals travel as f32, as they are")
         if context.n_ubatch > context.n_batch:
             raise InputError(f"n_ubatch is {context.n_ubatch}, must be in 1..n_batch ({context.n_batch})")
         self.faults: list[Fault] = []

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from unittest import SkipTest
 
 from dgr.core.values import LogitsWanted, StateSummary
-from dgr.engine.base import FORK, ShardEngine, Work
+from dgr.engine.base import FORK, ShardEngine, Work, WorksInPieces
 from dgr.errors import EngineError, InputError
 from dgr.selftest.chain import Chain
 from dgr.testing.engines.case import ContractCase, as_bytes, check, check_equal, refused
@@ -124,5 +124,9 @@ class ForkChecks(ContractCase):
 
 def _fork(chain: Chain, source: int, target: int) -> None:
     for engine in chain.engines:
-        engine.fork(source, target)
+        if isinstance(engine, WorksInPieces) and target > source:
+            pieces = list(engine.fork_pieces(source, target))
+            check_equal(pieces, [None] * len(pieces), "what fork_pieces() yields")
+        else:
+            engine.fork(source, target)
         check(engine.position(source) == engine.position(target), "a copy stands where its source stands")

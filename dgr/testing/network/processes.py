@@ -17,7 +17,7 @@ import signal
 import socket
 import subprocess
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,17 @@ from dgr.errors import DgrError
 from dgr.testing.waits import until
 from dgr.wire.nurseries import open_nursery
 
-__all__ = ["START", "Program", "ProgramEnded", "free_ports", "is_gone", "open_program", "open_up", "write_route"]
+__all__ = [
+    "START",
+    "Program",
+    "ProgramEnded",
+    "free_ports",
+    "is_gone",
+    "open_command",
+    "open_program",
+    "open_up",
+    "write_route",
+]
 
 #: Seconds for a stage to start: an interpreter, imports, a small model.
 START = 60.0
@@ -76,7 +86,7 @@ def is_gone(pid: int) -> bool:
 
 
 class Program:
-    """A ``dgr`` process that prints JSON lines. Made by :func:`open_program`."""
+    """A process that prints JSON lines. Made by :func:`open_program` and :func:`open_command`."""
 
     def __init__(self, process: trio.Process) -> None:
         self.process = process
@@ -142,21 +152,36 @@ class Program:
             self.errors += part.decode(errors="replace")
 
 
+def open_program(
+    *arguments: str, stdin: int = subprocess.DEVNULL, stderr: int = subprocess.PIPE, python: str | None = None
+) -> AbstractAsyncContextManager[Program]:
+    """Run ``dgr`` with ``arguments`` for the length of the block; it is told to end, or killed if the block failed.
+
+    ``stderr``: a descriptor for what it says there, and whatever it starts; by default it is kept in ``errors``. ``python``: the
+    interpreter of another environment, whose dgr is run.
+    """
+    command = python_module("dgr", *arguments) if python is None else [python, "-I", "-m", "dgr", *arguments]
+    return open_command(*command, stdin=stdin, stderr=stderr)
+
+
 @asynccontextmanager
-async def open_program(*arguments: str, stdin: int = subprocess.DEVNULL) -> AsyncIterator[Program]:
-    """Run ``dgr`` with ``arguments`` for the length of the block; it is told to end, or killed if the block failed."""
+async def open_command(
+    *command: str, stdin: int = subprocess.DEVNULL, stderr: int = subprocess.PIPE
+) -> AsyncIterator[Program]:
+    """Run a command that becomes, or is, one process, as :func:`open_program` does ``dgr``."""
     process = await trio.lowlevel.open_process(
-        python_module("dgr", *arguments),
+        command,
         stdin=stdin,
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stderr=stderr,
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
     )
     program = Program(process)
     try:
         async with open_nursery() as nursery:
             nursery.start_soon(program._read)
-            nursery.start_soon(program._read_errors)
+            if process.stderr is not None:
+                nursery.start_soon(program._read_errors)
             yield program
             await program.stop()
             nursery.cancel_scope.cancel()
@@ -165,18 +190,23 @@ async def open_program(*arguments: str, stdin: int = subprocess.DEVNULL) -> Asyn
             if process.returncode is None:
                 process.kill()
                 await process.wait()
+            for stream in (process.stdout, process.stderr):
+                if stream is not None:
+                    await stream.aclose()
 
 
 @asynccontextmanager
-async def open_up(file: RouteFile, *options: str) -> AsyncIterator[Program]:
+async def open_up(file: RouteFile, *options: str, stderr: int = subprocess.PIPE) -> AsyncIterator[Program]:
     """``dgr up`` on a route file, with every stage ready; none is left when the block ends, whatever happened.
 
     ``options``: flags of ``dgr up``, as ``"--heartbeat", "0.25"``. A stage computes with one thread unless
-    ``"--threads", "N"`` is among them. Raises :class:`ProgramEnded`, :class:`~dgr.errors.DeadlineExceeded`.
+    ``"--threads", "N"`` is among them. ``stderr``: see :func:`open_program`. Raises :class:`ProgramEnded`,
+    :class:`~dgr.errors.DeadlineExceeded`.
     """
     pids: list[int] = []
     try:
-        async with open_program("up", spelled_out(file.path), "--json", "--threads", "1", *options) as program:
+        arguments = "up", spelled_out(file.path), "--json", "--threads", "1", *options
+        async with open_program(*arguments, stderr=stderr) as program:
             try:
                 for ref in file.stages:
                     await program.ready(ref.address)

@@ -17,7 +17,7 @@ from contextlib import asynccontextmanager
 import trio
 
 from dgr.core.route import Route, StageRef
-from dgr.testing.network.relay import Relay, open_relay
+from dgr.testing.network.relay import CAPACITY, Relay, open_relay
 from dgr.wire.tcp import parse_address
 
 __all__ = ["FaultyProxy", "open_proxies", "open_proxy"]
@@ -26,12 +26,13 @@ __all__ = ["FaultyProxy", "open_proxies", "open_proxy"]
 class FaultyProxy:
     """An address before a stage's own: everything that is dialled there passes a relay. Made by :func:`open_proxy`."""
 
-    def __init__(self, target: str, address: str) -> None:
+    def __init__(self, target: str, address: str, capacity: int) -> None:
         #: Where to dial, HOST:PORT.
         self.address = address
         #: The connections there are now, oldest first.
         self.relays: list[Relay] = []
         self._target = parse_address(target)
+        self._capacity = capacity
         self._delay = 0.0
         self._rate: float | None = None
         #: Bytes and turns of connections that have ended.
@@ -90,7 +91,10 @@ class FaultyProxy:
         except OSError:
             await trio.aclose_forcefully(near)  # as nobody listens there
             return
-        async with open_relay(near, far) as relay:
+        for stream in (near, far):
+            if self._capacity < CAPACITY:  # else the kernel takes megabytes before the relay does
+                stream.setsockopt(trio.socket.SOL_SOCKET, trio.socket.SO_RCVBUF, self._capacity)
+        async with open_relay(near, far, capacity=self._capacity) as relay:
             self._set(relay)
             self.relays.append(relay)
             try:
@@ -102,10 +106,13 @@ class FaultyProxy:
 
 
 @asynccontextmanager
-async def open_proxy(target: str) -> AsyncIterator[FaultyProxy]:
-    """A proxy on loopback to the address ``target``, for the length of the block."""
+async def open_proxy(target: str, *, capacity: int = CAPACITY) -> AsyncIterator[FaultyProxy]:
+    """A proxy on loopback to the address ``target``, for the length of the block.
+
+    ``capacity``: as of a relay; with less than usual the kernel's own buffers before it are as small.
+    """
     (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
-    proxy = FaultyProxy(target, f"127.0.0.1:{listener.socket.getsockname()[1]}")
+    proxy = FaultyProxy(target, f"127.0.0.1:{listener.socket.getsockname()[1]}", capacity)
     async with trio.open_nursery() as nursery:
         nursery.start_soon(trio.serve_listeners, proxy._join, [listener])
         yield proxy

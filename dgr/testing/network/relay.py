@@ -26,12 +26,12 @@ import trio
 
 from dgr.wire.nurseries import open_nursery
 
-__all__ = ["Flow", "Relay", "open_relay"]
+__all__ = ["CAPACITY", "Flow", "Relay", "open_relay"]
 
 #: Most bytes taken from a stream at once.
 _READ = 65536
 #: Bytes that a direction holds at most by default: enough for a fast network, little enough for back-pressure to be felt.
-_CAPACITY = 1024 * 1024
+CAPACITY = 1024 * 1024
 #: Seconds by which the event loop's timer may be late: epoll counts in whole milliseconds.
 _LATE = 0.0015
 #: Seconds of a slow direction's time that it may make up for when it comes late.
@@ -305,7 +305,7 @@ class Relay:
 
 @asynccontextmanager
 async def open_relay(
-    left: trio.abc.Stream, right: trio.abc.Stream, *, capacity: int = _CAPACITY
+    left: trio.abc.Stream, right: trio.abc.Stream, *, capacity: int = CAPACITY
 ) -> AsyncIterator[Relay]:
     """Join two streams for the length of the block; both are closed on the way out.
 

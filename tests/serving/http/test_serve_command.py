@@ -20,6 +20,7 @@ import pytest
 import trio
 from narrow import present
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+from pages.reading import ROOT, blocks_of
 from serving.http.programs import CONTEXT, served
 
 import dgr
@@ -148,22 +149,27 @@ def test_a_split_model_behind_http_gives_the_whole_models_answer(small: Path) ->
         assert process.stderr.read() == ""
 
 
-def _blocks(language: str) -> list[str]:
-    text = (Path(__file__).resolve().parents[3] / "docs" / "serving.md").read_text("utf-8")
-    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+def _blocks(language: str, begin: str) -> list[str]:
+    """The blocks of the pages that ask a server."""
+    pages = [ROOT / name for name in ("README.md", "docs/tutorial.md", "docs/serving.md")]
+    first = re.compile(rf"^(?:{begin})", re.MULTILINE)
+    found = [(block.code, first.search(block.code)) for page in pages for block in blocks_of(page, language)]
+    return [code[match.start() :] for code, match in found if match is not None]
 
 
-def test_the_examples_of_the_documentation_run(small: Path) -> None:
-    examples = [["bash", "-ec", block] for block in _blocks("sh") if block.startswith("curl")]
-    examples += [[sys.executable, "-c", block] for block in _blocks("python") if block.startswith("import")]
-    assert len(examples) == 5
+def test_the_examples_of_the_documentation_run(small: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked, programs = _blocks("sh", "curl"), _blocks("python", "import (?:openai|anthropic)")
+    assert (len(asked), len(programs)) == (5, 4)
     with served("--model", small, "--name", "tiny") as (_, line):
-        for *command, code in examples:
-            code = code.replace("http://127.0.0.1:8000", line["url"])
-            done = subprocess.run([*command, code], capture_output=True, text=True, timeout=60)
+        for code in asked:
+            script = code.replace("http://127.0.0.1:8000", line["url"])
+            done = subprocess.run(["bash", "-ec", script], capture_output=True, text=True, timeout=60)
             assert done.returncode == 0, done.stderr
             assert len(done.stdout) > 10
             assert '"error":{' not in done.stdout
+        for code in programs:
+            exec(compile(code.replace("http://127.0.0.1:8000", line["url"]), "a block", "exec"), {})
+            assert len(capsys.readouterr().out) > 10
 
 
 def test_every_flag_is_documented(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -171,7 +177,7 @@ def test_every_flag_is_documented(capsys: pytest.CaptureFixture[str], monkeypatc
     with pytest.raises(SystemExit):
         main(["serve", "--help"])
     flags = set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", capsys.readouterr().out)) - {"--help", "--mtp"}
-    text = (Path(__file__).resolve().parents[3] / "docs" / "serving.md").read_text("utf-8")
+    text = (ROOT / "docs/serving.md").read_text("utf-8")
     assert not {flag for flag in flags if f"`{flag}" not in text}
 
 
