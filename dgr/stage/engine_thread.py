@@ -62,7 +62,8 @@ class EngineThread:
     async def run(self, function: Callable[[], T], then: Callable[[T], None] | None = None) -> T:
         """Run a call in the thread and wait for it; a cancellation is noticed before it and does not cut it short.
 
-        ``then`` is called with the result as soon as the event loop has it, a turn before this returns; what it raises, this does.
+        ``then`` is called with the result as soon as the event loop has it, a turn before this returns; what it raises, this
+        raises too.
         """
         await trio.lowlevel.checkpoint_if_cancelled()
         if self._stopped:
