@@ -53,14 +53,17 @@ class AnsweringSession(Protocol):
     def n_ctx(self) -> int: ...
 
 
+#: Commits the transcript on every stage and draws the token after it; the transcript grows by it. The run is leave for the
+#: stages to draw as many more, which the next calls bring.
+Draw = Callable[[SamplingParams, DecodeRun | None], Awaitable[frames.Token]]
+
+
 @frozen
 class Turn:
     """One turn of a session: where the tokens of one answer come from."""
 
     session: AnsweringSession
-    #: Commits the transcript on every stage and draws the token after it, by which the transcript grows; with a run, leaves the
-    #: stages to draw as many more, which the next calls bring.
-    draw: Callable[[SamplingParams, DecodeRun | None], Awaitable[frames.Token]]
+    draw: Draw
     number: int
     sampling: SamplingParams
     #: Ids that end the answer.
