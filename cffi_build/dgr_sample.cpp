@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <limits>
 #include <numeric>
 
 namespace dgr {
@@ -79,8 +80,25 @@ static sampler_ptr make_chain(
     add(llama_sampler_init_top_p(p.top_p, /*min_keep =*/1));
     add(llama_sampler_init_min_p(p.min_p, /*min_keep =*/1));
     add(llama_sampler_init_temp(p.temperature));
-    add(llama_sampler_init_dist(p.seed));
     return chain;
+}
+
+// Finite logits can still overflow, divided by a temperature near 0 or shifted by a huge penalty.
+static void check_range(float logit, float temperature) {
+    if (!std::isfinite(logit)) {
+        fail(DGR_ERR_NON_FINITE, "temperature %g and the penalties take the logits out of range: use milder ones",
+            temperature);
+    }
+}
+
+// The greatest; not a number as soon as one is not.
+static float greatest(const llama_token_data_array & view) {
+    float best = -std::numeric_limits<float>::infinity();
+    for (size_t i = 0; i < view.size; ++i) {
+        const float logit = view.data[i].logit;
+        best              = logit > best || std::isnan(logit) ? logit : best;
+    }
+    return best;
 }
 
 static int32_t draw(
@@ -93,13 +111,13 @@ static int32_t draw(
 
     const sampler_ptr chain = make_chain(n_vocab, history, n_history, p);
     llama_sampler_apply(chain.get(), &view);
-
-    // Finite logits can still overflow, divided by a temperature near 0 or shifted by a huge penalty.
-    if (view.selected < 0 || (size_t) view.selected >= view.size || !std::isfinite(view.data[view.selected].logit) ||
-        std::isnan(view.data[view.selected].p)) {
-        fail(DGR_ERR_NON_FINITE, "temperature %g and the penalties take the logits out of range: use milder ones",
-            p.temperature);
+    if (p.temperature > 0) {
+        check_range(greatest(view), p.temperature); // upstream asserts that there is something to draw
+        const sampler_ptr dist(llama_sampler_init_dist(p.seed));
+        llama_sampler_apply(dist.get(), &view);
     }
+    const bool drawn = view.selected >= 0 && (size_t) view.selected < view.size;
+    check_range(drawn ? view.data[view.selected].logit : NAN, p.temperature);
     return view.data[view.selected].id;
 }
 

@@ -37,6 +37,7 @@ __all__ = [
     "PrefillFailed",
     "QueueFull",
     "RequestTimedOut",
+    "SchemaMismatch",
     "ServingError",
     "SessionBusy",
     "SessionError",
@@ -168,6 +169,12 @@ class FrameError(WireError):
     """Bytes on a link are not a frame of this schema, or break a negotiated limit."""
 
     next_step = "run the same version of dgr at both ends, and let nothing but dgr connect to the port"
+
+
+class SchemaMismatch(FrameError):
+    """The other side is a dgr that speaks another schema."""
+
+    next_step = "install the same version of dgr at both ends: the message says which of them is the older one"
 
 
 class ClosedError(WireError):

@@ -11,7 +11,15 @@ import trio
 from attrs import frozen
 
 from dgr.cluster.certificates import SOON_DAYS
-from dgr.errors import DeadlineExceeded, DgrError, FrameError, InvalidRoute, LinkBroken, PeerRefused
+from dgr.errors import (
+    DeadlineExceeded,
+    DgrError,
+    FrameError,
+    InvalidRoute,
+    LinkBroken,
+    PeerRefused,
+    SchemaMismatch,
+)
 from dgr.wire.credentials import Credentials, greet
 from dgr.wire.samehost.addresses import socket_path
 from dgr.wire.tcp import parse_address
@@ -44,6 +52,7 @@ _OF_OWN: Mapping[int, tuple[str, str]] = {
 }
 #: What to do where a stage's own words say what is wrong.
 _SAID: Mapping[type[DgrError], str] = {
+    SchemaMismatch: "install the same dgr there as here, on the older side, and start its stage again",
     FrameError: "something else than a stage of this dgr version listens there: check the port, and that both sides use TLS"
     " or neither does",
     PeerRefused: "the stage says what differs: start it with the same model, context and dgr as the others",

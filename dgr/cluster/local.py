@@ -274,6 +274,7 @@ async def open_pipeline(
     chunk_seconds: float = CHUNK_SECONDS,
     window: int | None = None,
     retries: int = 2,
+    ahead: int = 0,
     timeouts: Timeouts | None = None,
     on_shard: Callable[[Shard], None] | None = None,
     mtp: None = None,
@@ -287,7 +288,7 @@ async def open_pipeline(
     memory. ``memory_budget``: bytes, ``"24GiB"`` or ``"50%"`` of the machine for weights, state and compute buffers of all
     stages together, as far as they lie in the host's memory. ``placement``: the devices of each stage, and how many of its
     layers they hold. ``policy``: how
-    stages treat their sessions. ``chunk``, ``chunk_seconds``, ``window``, ``retries``, ``timeouts``: as in
+    stages treat their sessions. ``chunk``, ``chunk_seconds``, ``window``, ``retries``, ``ahead``, ``timeouts``: as in
     :func:`~dgr.client.pipeline.open_pipeline_on`. ``on_shard`` is called with every shard as it starts, to watch it.
     ``mtp`` is reserved: None.
 
@@ -346,6 +347,7 @@ async def open_pipeline(
                 chunk_seconds=chunk_seconds,
                 window=window,
                 retries=retries,
+                ahead=ahead,
                 timeouts=timeouts,
             ) as pipeline:
                 yield pipeline

@@ -161,8 +161,9 @@ class Answer:
             raise NotServing(f"the stages serve others as well and have no slot left: {error}", _SOON) from error
         except (DeadlineExceeded, ClosedError, PrefillFailed) as error:
             raise NotServing(f"the route does not answer: {error}", _SOON) from error
-        if token is None:  # the context is full
-            self.finish_reason = "length"
+        if token is None:  # ended by a token, or the context is full
+            ended = None if self._generation is None else self._generation.finish_reason
+            self.finish_reason = "stop" if ended == "stop" else "length"
         elif token.id in self.job.stop and self.usage.completion >= self.job.min_tokens:
             self.finish_reason = "stop"
         else:
@@ -187,7 +188,15 @@ class Answer:
                 self.kept.unfinished = turn
         self._turn, self._told = turn, 0
         told = [token.id for token in turn.drawn]
-        self._generation = session.generate(transcript=[*job.prompt, *told], sampling=turn.sampling, stop=())
+        # Before min_tokens an end is none; the stages would take it for one.
+        stop, ahead = ((), 0) if job.min_tokens else (sorted(job.stop), self._serving.limits.ahead)
+        self._generation = session.generate(
+            transcript=[*job.prompt, *told],
+            max_tokens=max(job.max_tokens - len(told), 0),
+            sampling=turn.sampling,
+            stop=stop,
+            ahead=0 if job.ends_early else ahead,
+        )
 
     async def _take_session(self) -> None:
         """The session in which it was left, a copy of what another choice evaluated, or what the pool has."""

@@ -12,7 +12,7 @@ import struct
 
 import trio
 
-from dgr.errors import DeadlineExceeded, FrameError, LinkBroken
+from dgr.errors import DeadlineExceeded, FrameError, LinkBroken, SchemaMismatch
 from dgr.text import reason_of
 from dgr.wire.frames import SCHEMA_HASH, SCHEMA_VERSION
 from dgr.wire.framing import Limits
@@ -30,8 +30,12 @@ def _preamble() -> bytes:
     return _PREAMBLE.pack(_MAGIC, SCHEMA_VERSION, bytes.fromhex(SCHEMA_HASH))
 
 
-async def exchange_preamble(transport: trio.abc.Stream, seconds: float) -> None:
-    """Send ours, read theirs, compare. Raises :class:`FrameError`, :class:`LinkBroken`, :class:`DeadlineExceeded`."""
+async def exchange_preamble(transport: trio.abc.Stream, seconds: float, who: str = "the other side") -> None:
+    """Send ours, read theirs, compare. ``who``: what a refusal calls the other side.
+
+    Raises :class:`SchemaMismatch` for another dgr, :class:`FrameError` for none at all, :class:`LinkBroken`,
+    :class:`DeadlineExceeded`.
+    """
     try:
         with trio.fail_after(seconds):
             await transport.send_all(_preamble())
@@ -49,12 +53,18 @@ async def exchange_preamble(transport: trio.abc.Stream, seconds: float) -> None:
         raise LinkBroken(f"the other side closed the link before it said what it speaks: {reason_of(error)}") from error
     magic, version, schema = _PREAMBLE.unpack(theirs)
     if magic != _MAGIC:
-        raise FrameError(f"the other side is not dgr: its first bytes are {theirs[:8]!r}")
+        raise FrameError(f"{who} is not dgr: its first bytes are {theirs[:8]!r}")
     if (version, schema.hex()) != (SCHEMA_VERSION, SCHEMA_HASH):
-        raise FrameError(
-            f"the other side speaks schema {version} ({schema.hex()}), this one {SCHEMA_VERSION} ({SCHEMA_HASH}):"
-            " install the same dgr on both"
+        raise SchemaMismatch(
+            f"{who} speaks schema {version} ({schema.hex()}), this one {SCHEMA_VERSION} ({SCHEMA_HASH}):"
+            f" {_older(who, version)}; install the same dgr on both"
         )
+
+
+def _older(who: str, version: int) -> str:
+    if version == SCHEMA_VERSION:
+        return "neither is older, they were built of different sources"
+    return f"{who if version < SCHEMA_VERSION else 'this side'} is the older one"
 
 
 async def _receive_exactly(transport: trio.abc.Stream, size: int) -> bytes:

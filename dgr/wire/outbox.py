@@ -21,6 +21,8 @@ __all__ = ["Outbox", "Outgoing"]
 _LAST_STREAM = 65535
 #: Seconds that a fragment may take to be written, and bytes below which none is cut for it.
 _FRAGMENT_SECONDS, _SHORTEST = 0.02, 16 * 1024
+#: Bytes by which the pace of a link is known. Buffers take bytes in lumps, so that single fragments tell nothing.
+_REMEMBERED = 1 << 20
 
 
 class Outgoing:
@@ -62,12 +64,15 @@ class Outbox:
         self._sessions: set[Key] = set()
         self._streams: set[int] = set()
         self._stream = 0
-        #: Bytes of a fragment, by what the last ones took; never more than the limits say.
-        self._pace = limits.fragment
+        #: What was written last, and in how long: bytes and seconds, the older the less.
+        self._written_bytes = self._written_seconds = 0.0
 
     def fragment(self) -> int:
-        """Bytes of the next fragment."""
-        return min(self._pace, self.limits.fragment)
+        """Bytes of the next fragment, by the pace of those before it."""
+        longest = self.limits.fragment
+        if self._written_seconds * longest <= _FRAGMENT_SECONDS * self._written_bytes:
+            return longest
+        return min(longest, max(_SHORTEST, int(_FRAGMENT_SECONDS * self._written_bytes / self._written_seconds)))
 
     def __bool__(self) -> bool:
         """Whether there is something to write now."""
@@ -144,10 +149,9 @@ class Outbox:
         """``size`` bytes of a payload were written, in so many seconds; the next in turn follows."""
         if outgoing is None:
             return
-        if seconds > _FRAGMENT_SECONDS:
-            self._pace = max(self._pace // 2, _SHORTEST)
-        elif size == self.fragment() and seconds < _FRAGMENT_SECONDS / 4:
-            self._pace = min(2 * self._pace, self.limits.fragment)
+        kept = max(0.0, 1 - size / _REMEMBERED)
+        self._written_bytes = kept * self._written_bytes + size
+        self._written_seconds = kept * self._written_seconds + seconds
         outgoing.left -= size
         if outgoing.left:
             self.turns.append(outgoing)

@@ -47,6 +47,7 @@ def test_a_rate_that_is_none(capsys: pytest.CaptureFixture[str], tmp_path: Path)
     assert "--rates 0: give megabits a second" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["lanes", "--quick", "--rates", "200", "--json", "--out", str(tmp_path)]) == 0
     found = json.loads(capsys.readouterr().out)["figures"]

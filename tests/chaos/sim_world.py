@@ -228,8 +228,8 @@ class World:
             for slot in range(CONTEXT.n_seq_max):
                 if engine.position(slot):
                     self.accuse(f"stage {name}: slot {slot} holds {engine.position(slot)} tokens of nobody")
-            if len(shard._awaiting):
-                self.accuse(f"stage {name} remembers {len(shard._awaiting)} waits of route sessions that are over")
+            if len(shard._awaited):
+                self.accuse(f"stage {name} remembers {len(shard._awaited)} waits of route sessions that are over")
             if shard.draining.links:
                 self.accuse(f"stage {name} remembers {len(shard.draining.links)} control links that have ended")
 

@@ -18,8 +18,9 @@ ROOT = Path(__file__).resolve().parents[2]
 #: Stands for Python: makes the environment that it is asked for, and notes what llama.cpp would be built with.
 PYTHON = """#!/bin/sh
 case "$1 $2" in
+"cffi_build/watch.py "*) shift 3 && exec "$@" ;;
 "-m venv") mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
-"cffi_build/llama_cpp.py "*) echo "[$DGR_LLAMA_CMAKE_ARGS] [$DGR_EXACT_KERNELS]" >> built ;;
+"cffi_build/llama_cpp.py "*) echo "[$DGR_LLAMA_CMAKE_ARGS] [$DGR_EXACT_KERNELS]${DGR_SANITIZE:+ [$DGR_SANITIZE]}" >> built ;;
 esac
 """
 
@@ -46,7 +47,7 @@ class Tree:
         (self.folder / "Makefile").write_text(self.makefile, encoding="utf-8")
         built = self.folder / "built"
         built.unlink(missing_ok=True)
-        names = ("DGR_LLAMA_CMAKE_ARGS", "DGR_EXACT_KERNELS", "MAKEFLAGS", "MAKELEVEL")
+        names = ("DGR_LLAMA_CMAKE_ARGS", "DGR_EXACT_KERNELS", "DGR_SANITIZE", "MAKEFLAGS", "MAKELEVEL")
         environment = {name: value for name, value in os.environ.items() if name not in names}
         subprocess.run(
             ["make", "build", f"PYTHON={self.python}", *arguments],
@@ -83,6 +84,12 @@ def test_another_environment_has_choices_of_its_own(tree: Tree) -> None:
     assert tree.build("VENV=build/other", DGR_LLAMA_CMAKE_ARGS="-DGGML_VULKAN=ON") == ["[-DGGML_VULKAN=ON] []"]
     assert tree.build() == []
     assert tree.build("VENV=build/other") == []
+
+
+def test_sanitizers_are_such_a_choice(tree: Tree) -> None:
+    assert tree.build(DGR_SANITIZE="thread") == ["[] [] [thread]"]
+    assert tree.build() == []
+    assert tree.build(DGR_SANITIZE="") == ["[] []"]
 
 
 def test_a_stamp_that_depends_on_files_alone_is_caught(tree: Tree) -> None:
@@ -156,6 +163,17 @@ def test_the_tool_that_is_named_counts(key: Key, tmp_path: Path) -> None:
 def test_a_backend_without_its_tools_has_a_key_all_the_same(key: Key) -> None:
     """CMake says better what it misses."""
     assert key(VULKAN, {}) != key(VULKAN, TOOLS)
+
+
+def test_sanitizers_have_a_place_of_their_own(key: Key) -> None:
+    chosen = ("", "address", "undefined", "address,undefined", "thread")
+    assert len({key("", DGR_SANITIZE=one) for one in chosen}) == len(chosen)
+
+
+def test_sanitizers_that_are_none_are_refused(key: Key, build_scripts: tuple[ModuleType, ModuleType]) -> None:
+    for wrong in ("adress", "thread,address", "address, undefined"):
+        with pytest.raises(build_scripts[0].BuildError, match="DGR_SANITIZE is"):
+            key("", DGR_SANITIZE=wrong)
 
 
 # --- what ggml's package leaves out -----------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ import pytest
 from narrow import present
 
 import dgr.engine._native as native
+import dgr.engine.native as native_module
 import dgr.testing._probe as probe
 from dgr.core.values import ContextParams, Numerics
 from dgr.engine.llama import LlamaEngine
@@ -49,7 +50,7 @@ def test_the_product_has_the_header_and_nothing_else() -> None:
 
 def test_no_function_can_move_cache_rows() -> None:
     functions = declared_functions("dgr_native.h")
-    assert len(functions) == 27
+    assert len(functions) == 28
     words = {word for name in functions for word in name.split("_")}
     assert not words & {"save", "load", "state", "row", "rows", "cache", "copy", "export", "import", "poke"}
     assert {name for name in functions if "set" in name.split("_")} == {"dgr_log_set"}
@@ -107,6 +108,20 @@ def test_build_info_tells_the_pin(build_scripts: tuple[ModuleType, ModuleType]) 
     assert "GGML_OPENMP=OFF" in info["ggml_options"]
     assert info["llamafile"] is True
     assert info["cpu_features"]
+
+
+def test_the_runtime_of_an_identity_moves_with_version_pin_and_patches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a handshake compares: stages of other sources do not share a route."""
+    info = json.loads(native.ffi.string(native.lib.dgr_build_info()))
+    monkeypatch.setattr(native_module, "build_info", lambda: info)
+    before = native_module.runtime_version.__wrapped__()
+    for name in ("llama_cpp_commit", "patch_digest"):
+        other = info | {name: ("0" if info[name][0] != "0" else "1") + info[name][1:]}
+        with monkeypatch.context() as patch:
+            patch.setattr(native_module, "build_info", lambda other=other: other)
+            assert native_module.runtime_version.__wrapped__() != before, name
+    monkeypatch.setattr(native_module, "version", lambda _: "0.0.0")
+    assert native_module.runtime_version.__wrapped__() != before
 
 
 def test_the_requirement_is_the_pin(build_scripts: tuple[ModuleType, ModuleType]) -> None:

@@ -18,7 +18,7 @@ STAGES = [f"stage-{index}" for index in range(len(SPEEDS))]
 #: From the client to the head, between stages, and from the tail to the client.
 HOPS = len(SPEEDS) + 1
 DELAYS = [0.001, 0.010, 0.050, 0.150]
-TOKENS = 16
+TOKENS = 10
 
 
 def compute(sessions: int = 1) -> float:
@@ -57,12 +57,14 @@ async def test_a_token_takes_compute_and_the_ring(
     assert token == pytest.approx(compute() + HOPS * delay, rel=0.05)
 
 
-@pytest.mark.parametrize("delay", DELAYS)
+@pytest.mark.parametrize(
+    "delay", [pytest.param(0.001, marks=pytest.mark.slow), 0.010, pytest.param(0.050, marks=pytest.mark.slow), 0.150]
+)
 async def test_more_sessions_fill_the_ring(
     delay: float, monkeypatch: pytest.MonkeyPatch, autojump_clock: MockClock
 ) -> None:
     rates = []
-    for sessions in (1, 2, 4, 8):
+    for sessions in (1, 3, 8):
         token, rate = await _pace(monkeypatch, delay, sessions)
         # A token may have to wait for a batch that is under way, on each stage.
         assert token <= 1.05 * (2 * compute(sessions) + HOPS * delay)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import cast
+
 import pytest
 import trio
 from stage.test_traffic import link_with_pings
@@ -9,37 +12,50 @@ from trio.testing import MockClock
 
 from dgr.errors import WireError
 from dgr.stage import peers
-from dgr.stage.peers import Waits
+from dgr.stage.peers import AwaitedEpochs
+from dgr.stage.supervisor import EpochSupervisor
+from dgr.wire.frames import AwaitReady
+from dgr.wire.links import Link
+
+
+def _wait(waits: AwaitedEpochs, link: Link, route: bytes, epoch: int) -> None:
+    waits.wait(link, "before", AwaitReady(route, epoch), None)
+
+
+def _at(route: bytes, epoch: int, predecessor: str = "before") -> EpochSupervisor:
+    return cast("EpochSupervisor", SimpleNamespace(route=route, epoch=epoch, predecessor=predecessor))
 
 
 async def test_a_wait_ends_with_its_epoch_its_link_or_its_time(autojump_clock: MockClock) -> None:
-    waits = Waits(60.0)
+    waits = AwaitedEpochs(60.0)
     async with link_with_pings(0) as one, link_with_pings(0) as other:
         for epoch in (1, 2, 3):
-            waits.add(b"a", epoch, "before", one)
-        waits.add(b"b", 1, "before", other)
-        assert waits.take(b"a", 2, "another") is None
-        assert waits.take(b"a", 2, "before") is one
-        waits.forget(b"a", 2)
+            _wait(waits, one, b"a", epoch)
+        _wait(waits, other, b"b", 1)
+        waits.admitted(_at(b"a", 2))
         assert len(waits) == 2
-        waits.leave(other)
+        waits.left(other)
+        assert len(waits) == 1
+        waits.forget(_at(b"a", 2))
         assert len(waits) == 1
         await trio.sleep(40)
-        waits.add(b"c", 1, "before", other)
+        _wait(waits, other, b"c", 1)
         await trio.sleep(30)
-        assert (len(waits), waits.take(b"c", 1, "before")) == (1, other)
+        assert len(waits) == 1
+        waits.admitted(_at(b"c", 1, "another"))
+        assert len(waits) == 0
 
 
 async def test_too_many_waits_are_a_flood_unless_their_time_is_over(
     autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peers, "_WAITS", 3)
-    waits = Waits(60.0)
+    monkeypatch.setattr(peers, "_AWAITING", 3)
+    waits = AwaitedEpochs(60.0)
     async with link_with_pings(0) as link:
         for route in (b"a", b"b", b"c"):
-            waits.add(route, 1, "before", link)
+            _wait(waits, link, route, 1)
         with pytest.raises(WireError, match="3 stages wait"):
-            waits.add(b"d", 1, "before", link)
+            _wait(waits, link, b"d", 1)
         await trio.sleep(61)
-        waits.add(b"d", 1, "before", link)
+        _wait(waits, link, b"d", 1)
         assert len(waits) == 1

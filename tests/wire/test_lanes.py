@@ -19,9 +19,9 @@ from dgr.wire.frames import Boundary, Ping, Pong
 from dgr.wire.links import Link, open_link
 from dgr.wire.memory import memory_transports
 
-#: A chunk is 8 MiB, a token 16 KiB; fragments are as usual.
-LIMITS = evolve(SMALL, n_batch=512, boundary_width=4096, fragment=256 * 1024, streams=8)
-CHUNK, TOKEN = 4 * 512 * 4096, 4 * 4096
+#: A chunk is 4 MiB, a token 8 KiB; fragments are as usual.
+LIMITS = evolve(SMALL, n_batch=512, boundary_width=2048, fragment=256 * 1024, streams=8)
+CHUNK = 4 * 512 * 2048
 #: Bytes that memory transports and the relay hold before anything is held back: a megabyte and one packet more.
 HELD = (1 << 20) + (256 << 10) + (64 << 10)
 #: Bytes a second: ten megabits.
@@ -58,7 +58,7 @@ async def _behind_a_chunk(rounds: int = 1) -> tuple[float, float, float]:
             await left.send(*boundary(1, 1, 512, LIMITS))
             await _arrivals(right, 1)
         await left.send(*boundary(1, 1, 512, LIMITS))
-        await trio.sleep(2)  # the line is full
+        await trio.sleep(1)  # the line is full
         began = trio.current_time()
         left.send_nowait(Pong(1))
         await left.send(*boundary(2, 1, 1, LIMITS))
@@ -70,7 +70,7 @@ async def test_what_is_short_waits_for_what_the_line_holds_and_a_fragment(autoju
     control, token, chunk = await _behind_a_chunk()
     assert control < (HELD + LIMITS.fragment) / RATE
     assert token < (HELD + 2 * LIMITS.fragment) / RATE
-    assert chunk > CHUNK / RATE - 2
+    assert chunk > CHUNK / RATE - 1
 
 
 class _InOrder(outbox.Outbox):
@@ -135,7 +135,7 @@ async def test_no_side_is_given_up_while_a_chunk_passes(
     if mutant:
         monkeypatch.setattr("dgr.wire.links.Outbox", _InOrder)
     broken = False
-    async with slow_line(heartbeat=1.0) as (left, right, relay), trio.open_nursery() as nursery:
+    async with slow_line(heartbeat=0.8) as (left, right, relay), trio.open_nursery() as nursery:
         relay.leftward.rate = None
 
         async def hear() -> None:
@@ -154,13 +154,13 @@ async def test_no_side_is_given_up_while_a_chunk_passes(
         except (LinkBroken, StopAsyncIteration):
             assert mutant
         else:
-            assert trio.current_time() - began > 6
+            assert trio.current_time() - began > 3 * 0.8
         nursery.cancel_scope.cancel()
     assert broken is mutant
 
 
 async def test_the_time_that_a_sign_of_life_takes_is_known_while_a_chunk_passes(autojump_clock: MockClock) -> None:
-    async with slow_line(heartbeat=1.0) as (left, right, _), trio.open_nursery() as nursery:
+    async with slow_line(heartbeat=0.8) as (left, right, _), trio.open_nursery() as nursery:
 
         async def hear() -> None:
             async for received in left:

@@ -103,7 +103,7 @@ async def linked() -> AsyncIterator[tuple[Link, Link]]:
 
 async def test_frames_of_every_length_pass_both_ways_at_once() -> None:
     """Some are longer than a ring, and both sides wait for room at the same time."""
-    lengths = [1, 2, 15, 16, 64, 65, 300, 512]
+    lengths = [1, 2, 65, 300]
 
     async def send(link: Link, session: int) -> None:
         order = lengths[:]
@@ -112,21 +112,27 @@ async def test_frames_of_every_length_pass_both_ways_at_once() -> None:
             await link.send(*boundary(session, seq, n_tokens, LIMITS))
             link.send_nowait(Pong(seq))
 
-    async def check(link: Link) -> None:
-        for _ in range(2 * 2 * len(lengths)):
-            received = await anext(link)
+    missing = 2 * 2 * 2 * len(lengths)
+
+    async def check(link: Link, scope: trio.CancelScope) -> None:
+        nonlocal missing
+        async for received in link:  # to the end: what is given back to this side is read here too
             if isinstance(received.frame, Boundary):
                 frame = received.frame
                 again = boundary(frame.key.session, frame.seq, len(frame.tokens), LIMITS)
                 assert bytes(received.payload or b"") == again[1]
+            missing -= 1
+            if not missing:
+                scope.cancel()
 
     with trio.fail_after(60):
         async with linked() as (left, right), trio.open_nursery() as nursery:
             for link in (left, right):
-                nursery.start_soon(check, link)
+                nursery.start_soon(check, link, nursery.cancel_scope)
                 for session in (1, 2):
                     nursery.start_soon(send, link, session)
-    assert 4 * 512 * LIMITS.boundary_width > RING
+    assert not missing
+    assert 4 * max(lengths) * LIMITS.boundary_width > RING
 
 
 async def anything(link: Link) -> None:
@@ -268,7 +274,7 @@ async def _strange() -> str | None:
     """What both sides say of a peer of another user, by who finds out."""
     near, far = ends()
     try:
-        await accept_shared(near, 1)
+        await accept_shared(near, 0.05)
     except LinkBroken as error:
         return str(error)
     except DgrError:
@@ -425,7 +431,7 @@ LIES: dict[str, tuple[Callable[[Raw], object], str]] = {
 
 async def _end(lie: str, kind: type[SharedStream] = SharedStream) -> DgrError | Received:
     async with against(kind) as (link, end):
-        end.memory.outgoing[: RING - 4] = (raw(Pong(1)) * RING)[4:RING]
+        end.memory.outgoing[:1024] = (raw(Pong(1)) * 1024)[4 : 4 + 1024]
         await LIES[lie][0](end)  # type: ignore[misc]
         await end.say(raw(Pong(2)))
         try:

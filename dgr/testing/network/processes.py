@@ -17,7 +17,7 @@ import signal
 import socket
 import subprocess
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,17 @@ from dgr.errors import DgrError
 from dgr.testing.waits import until
 from dgr.wire.nurseries import open_nursery
 
-__all__ = ["START", "Program", "ProgramEnded", "free_ports", "is_gone", "open_program", "open_up", "write_route"]
+__all__ = [
+    "START",
+    "Program",
+    "ProgramEnded",
+    "free_ports",
+    "is_gone",
+    "open_command",
+    "open_program",
+    "open_up",
+    "write_route",
+]
 
 #: Seconds for a stage to start: an interpreter, imports, a small model.
 START = 60.0
@@ -76,7 +86,7 @@ def is_gone(pid: int) -> bool:
 
 
 class Program:
-    """A ``dgr`` process that prints JSON lines. Made by :func:`open_program`."""
+    """A process that prints JSON lines. Made by :func:`open_program` and :func:`open_command`."""
 
     def __init__(self, process: trio.Process) -> None:
         self.process = process
@@ -142,16 +152,25 @@ class Program:
             self.errors += part.decode(errors="replace")
 
 
-@asynccontextmanager
-async def open_program(
-    *arguments: str, stdin: int = subprocess.DEVNULL, stderr: int = subprocess.PIPE
-) -> AsyncIterator[Program]:
+def open_program(
+    *arguments: str, stdin: int = subprocess.DEVNULL, stderr: int = subprocess.PIPE, python: str | None = None
+) -> AbstractAsyncContextManager[Program]:
     """Run ``dgr`` with ``arguments`` for the length of the block; it is told to end, or killed if the block failed.
 
     ``stderr``: a descriptor for what it says there, and whatever it starts; by default it is kept in ``errors``.
+    ``python``: the interpreter of another environment, whose dgr is run.
     """
+    command = python_module("dgr", *arguments) if python is None else [python, "-I", "-m", "dgr", *arguments]
+    return open_command(*command, stdin=stdin, stderr=stderr)
+
+
+@asynccontextmanager
+async def open_command(
+    *command: str, stdin: int = subprocess.DEVNULL, stderr: int = subprocess.PIPE
+) -> AsyncIterator[Program]:
+    """Run a command that becomes, or is, one process, as :func:`open_program` does ``dgr``."""
     process = await trio.lowlevel.open_process(
-        python_module("dgr", *arguments),
+        command,
         stdin=stdin,
         stdout=subprocess.PIPE,
         stderr=stderr,

@@ -7,7 +7,8 @@ one that does not fit what was counted ends the link. What lies in a ring is cop
 to, and looked at nowhere but in the copy: the other side may change it at any time.
 
 One task writes and one reads, as in a :class:`~dgr.wire.links.Link`. The reader never waits for the writer: what it has to give
-back goes with the writer's next record, for which the link asks when :attr:`SharedStream.owes`.
+back goes with the writer's next record, for which the link asks when :attr:`SharedStream.owes`. A side that does not read
+hears of no room in its own ring either.
 """
 
 from __future__ import annotations

@@ -15,6 +15,9 @@ from serving.http.http_servers import Server
 
 from dgr.cli.logs import _Json
 from dgr.core.log_fields import short_route
+from dgr.errors import InputError, NonFinite
+from dgr.serving.http.keys import ApiKeys
+from dgr.testing.engines.fake import Fault, FaultKind
 
 SECRET = "xyzzy plugh"
 
@@ -56,6 +59,48 @@ async def test_a_run_over_stages_tells_whose_state_and_no_token(caplog: pytest.L
     assert admitted == [("dgr.shard", 1), ("dgr.shard", 1), ("dgr.shard", 2), ("dgr.shard", 2)]
     assert {line["route"] for line in said if "route" in line} == {route}
     assert next(line["message"] for line in said if line.get("session") == id_) == "state lost: route change"
+
+
+async def test_failures_tell_no_token_either(caplog: pytest.LogCaptureFixture) -> None:
+    """A batch that fails, numbers that are not finite, ids and prompts that are refused, a stage that is lost."""
+    caplog.set_level(logging.DEBUG)
+    prompt = list(SECRET.encode())
+    async with open_hosts() as hosts:
+        head, tail = await hosts.start_all(TWO)
+        head.engine.faults.append(Fault(FaultKind.ERROR, position=4))
+        tail.engine.faults.append(Fault(FaultKind.NON_FINITE, position=len(prompt) + 6))
+        async with hosts.pipeline([head, tail]) as pipeline, pipeline.session() as session:
+            answer = await take(session.generate(prompt, max_tokens=6))
+            for wrong in ([*prompt, 999_999], prompt * 20):
+                with pytest.raises(InputError):
+                    await take(session.generate(wrong, max_tokens=1))
+            with pytest.raises(NonFinite):
+                await take(session.generate([*prompt, *answer, *prompt], max_tokens=1))
+            generation = session.generate(prompt, max_tokens=6)
+            first = await take(generation, 2)
+            tail = await hosts.restart(tail)
+            rest = await take(generation)
+    said = lines(caplog)
+    assert leaks(said, prompt, answer, [*prompt, *answer], [*first, *rest]) == []
+    assert any("the route is down" in line["message"] for line in said)
+    assert {line["message"].split(":")[0] for line in said} >= {"state lost"}
+
+
+async def test_no_key_is_told(
+    serve: Callable[..., AbstractAsyncContextManager[Server]], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    right, wrong = "the-right-key-of-this-server", "the-wrong-key-of-somebody"
+    async with serve(keys=ApiKeys([right])) as server:
+        statuses = [
+            (await server.ask("GET", "/v1/models", **{name: value % key})).status
+            for key in (right, wrong)
+            for name, value in (("authorization", "Bearer %s"), ("x-api-key", "%s"))
+        ]
+    assert statuses == [200, 200, 401, 401]
+    told = [record.getMessage() for record in caplog.records]  # of libraries, too
+    assert told
+    assert not [line for line in told if right in line or wrong in line]
 
 
 async def test_a_server_logs_requests_without_what_they_say(
