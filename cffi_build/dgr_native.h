@@ -20,7 +20,7 @@ extern "C" {
 
 // Grows when this header changes; a package that was written for another one refuses the library.
 typedef enum dgr_abi {
-    DGR_ABI_VERSION = 6,
+    DGR_ABI_VERSION = 7,
 } dgr_abi;
 
 // As many as llama.cpp takes for a model.
@@ -162,6 +162,9 @@ typedef struct dgr_sample_params {
 int32_t dgr_abi_version(void);     // DGR_ABI_VERSION of the library itself
 const char * dgr_last_error(void); // message of the calling thread's last failure, never NULL
 void dgr_log_set(void (*on_line)(int32_t level, const char * text)); // ggml_log_level, one line a call; NULL: silent
+// Names of the instruction sets that the kernels were compiled for, as AVX2, with blanks between them. Runs none of them: it
+// is asked before anything else on a CPU that may lack some.
+const char * dgr_instruction_sets(void);
 const char * dgr_build_info(void); // JSON: llama.cpp commit, patch digest, compiler, flags, CPU features
 // Writes at most `size` devices, and the full count to *n.
 int32_t dgr_devices(dgr_device * out, int32_t size, int32_t * n);

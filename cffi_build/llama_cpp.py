@@ -12,11 +12,13 @@ key made of everything that decides what the libraries compute: pin, patches, co
     python llama_cpp.py source DIR      # only the patched source tree
     python llama_cpp.py digest DIR      # digest of the used paths of a tree; with a program's flag, of what that needs besides
 
-DGR_LLAMA_CPP_SOURCE names a checkout to use in place of the download; it must have the pinned digest.
+DGR_LLAMA_CPP_ARCHIVE names the release archive of pin.toml, and DGR_LLAMA_CPP_SOURCE a checkout, to use in place of the
+download; both must have the pinned digest. With either nothing is fetched.
 DGR_LLAMA_CMAKE_ARGS are further CMake arguments for llama.cpp, for instance -DGGML_CUDA=ON. With a backend for devices the
 key holds what compiles device code too: its tools, what the environment says of them, and the cards that are here.
 DGR_EXACT_KERNELS=OFF leaves out the kernels of our patches: exact numerics then run on upstream's own, slower.
 DGR_SANITIZE=address,undefined (or thread) compiles llama.cpp, and what is linked with it, under the compiler's sanitizers.
+Objects go through ccache where it is installed (CCACHE_DISABLE=1 turns it off).
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from pathlib import Path, PurePosixPath
 
-import patch_ng
+from watch import watched
 
 VENDOR = Path(__file__).resolve().parent.parent / "vendor" / "llama.cpp"
 PIN = tomllib.loads((VENDOR / "pin.toml").read_text(encoding="utf-8"))
@@ -132,11 +134,11 @@ def say(text: str) -> None:
     print(f"llama.cpp: {text}", file=sys.stderr, flush=True)
 
 
-def run(*command: str | Path) -> None:
-    """Run a command with its output on standard error; raise when it fails."""
-    result = subprocess.run([str(part) for part in command], stdout=sys.stderr, check=False)
-    if result.returncode != 0:
-        raise BuildError(f"exit status {result.returncode} of: {shlex.join(str(part) for part in command)}")
+def run(what: str, *command: str | Path) -> None:
+    """Run a command and show how far it is; raise when it fails, after what it printed."""
+    status = watched(f"llama.cpp: {what}", *command)
+    if status != 0:
+        raise BuildError(f"exit status {status} of: {shlex.join(str(part) for part in command)}")
 
 
 # --- identity ---------------------------------------------------------------------------------------------------------
@@ -278,7 +280,7 @@ class Flavour:
             *shlex.split(os.environ.get("DGR_LLAMA_CMAKE_ARGS", "")),
         ]
         if patched:
-            self.cmake_args.append(f"-DGGML_CPU_EXACT={exact_kernels()}")
+            self.cmake_args += [f"-DGGML_CPU_EXACT={exact_kernels()}", "-DLLAMA_DEEPSEEK4_ONLY=ON"]
         if program is not None:
             self.cmake_args += PROGRAMS[program]
 
@@ -315,21 +317,30 @@ def cache_dir() -> Path:
 
 
 def fetch_sdist() -> Path:
-    """Return the sdist, downloaded by pip under its hash unless cached."""
+    """Return the sdist: the one that is named, else the cached one, else one that pip downloads under its hash."""
     sdist = PIN["sdist"]
     folder = cache_dir() / "sdist"
     path = folder / sdist["file"]
-    if not path.exists():
-        say(f"downloading {sdist['name']} {sdist['version']}")
+    if named := os.environ.get("DGR_LLAMA_CPP_ARCHIVE"):
+        path = Path(named).absolute()
+        if not path.is_file():
+            raise BuildError(f"DGR_LLAMA_CPP_ARCHIVE is {named!r}, which is no file: it must be {sdist['file']}")
+    elif not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder) as download:
             # pip insists on the sdist's metadata; without isolation it need not install a build backend for that.
             isolation = [] if find_spec("scikit_build_core") is None else ["--no-build-isolation"]
-            run(
-                sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps",
-                "--no-binary", sdist["name"], "--require-hashes", *isolation,
-                "--requirement", VENDOR / "requirements.txt", "--dest", download,
-            )  # fmt: skip
+            try:
+                run(
+                    f"downloading {sdist['name']} {sdist['version']} from PyPI",
+                    sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps",
+                    "--no-binary", sdist["name"], "--require-hashes", *isolation,
+                    "--requirement", VENDOR / "requirements.txt", "--dest", download,
+                )  # fmt: skip
+            except BuildError as error:
+                raise BuildError(
+                    f"{error}; without a network name the archive {sdist['file']} in DGR_LLAMA_CPP_ARCHIVE"
+                ) from error
             (Path(download) / sdist["file"]).replace(path)
     if (found := file_digest(path)) != sdist["sha256"]:
         raise BuildError(f"{path} has SHA-256 {found}, the pin says {sdist['sha256']}: remove the file and try again")
@@ -370,6 +381,8 @@ def copy_used_paths(target: Path, part: str = "tree") -> None:
 
 def apply_patches(tree: Path) -> None:
     """Apply the series with a library, since git and patch need not be installed, and check what came of it."""
+    import patch_ng  # the key of a build can be told without it
+
     for patch in patches():
         series = patch_ng.fromfile(str(patch))
         if not series or not series.apply(root=str(tree)):
@@ -400,6 +413,17 @@ def locked(path: Path) -> Iterator[None]:
         yield
 
 
+def ccache(work: Path) -> list[str]:
+    """Arguments that send every compilation through ccache, where it is installed; nothing of what is computed depends on it.
+
+    The folder of a build is new each time: its name must not count. ggml would look for ccache too, and complain without it.
+    """
+    os.environ["CCACHE_BASEDIR"], os.environ["CCACHE_NOHASHDIR"] = str(work), "1"
+    found = shutil.which("ccache")
+    languages = ("C", "CXX") if found else ()
+    return ["-DGGML_CCACHE=OFF", *(f"-DCMAKE_{language}_COMPILER_LAUNCHER={found}" for language in languages)]
+
+
 def describe(flavour: Flavour, prefix: Path) -> None:
     """Leave for CMake what the shim tells of its llama.cpp, and for people what the key stands for."""
     (prefix / "identity.json").write_text(json.dumps(flavour.identity(), indent=2), encoding="utf-8")
@@ -415,9 +439,14 @@ def describe(flavour: Flavour, prefix: Path) -> None:
     (prefix / "dgr-llama-cpp.cmake").write_text(text, encoding="utf-8")
 
 
+def prefix_of(flavour: Flavour) -> Path:
+    """Return where the flavour is, or will be."""
+    return cache_dir() / "llama.cpp" / flavour.key
+
+
 def build(flavour: Flavour) -> Path:
     """Return the prefix of the flavour, built unless cached."""
-    prefix = cache_dir() / "llama.cpp" / flavour.key
+    prefix = prefix_of(flavour)
     if prefix.exists():
         return prefix
     with locked(prefix.with_suffix(".lock")):
@@ -425,7 +454,7 @@ def build(flavour: Flavour) -> Path:
             return prefix
         what = "" if flavour.program is None else f"{flavour.program} of "
         kind = "patched" if flavour.patched else "unpatched"
-        say(f"building {what}{kind} {PIN['upstream']['commit'][:9]}, a few minutes, once")
+        what = f"{what}{kind} {PIN['upstream']['commit'][:9]}"
         work = Path(tempfile.mkdtemp(prefix=f"{flavour.key}-", dir=prefix.parent))
         try:
             staged = work / "prefix"
@@ -435,19 +464,20 @@ def build(flavour: Flavour) -> Path:
             if flavour.program is not None:
                 copy_used_paths(source, pin_table(flavour.program))
             run(
+                f"looking at compilers for {what}",
                 "cmake", "-S", source, "-B", work / "build", "-G", "Ninja", "--log-level=WARNING",
                 f"-DCMAKE_C_COMPILER={flavour.cc}", f"-DCMAKE_CXX_COMPILER={flavour.cxx}",
-                f"-DCMAKE_INSTALL_PREFIX={staged}", *flavour.cmake_args,
+                f"-DCMAKE_INSTALL_PREFIX={staged}", *ccache(work), *flavour.cmake_args,
             )  # fmt: skip
             targets = TARGETS.get(flavour.program or "llama", (flavour.program or "llama",))
-            run("cmake", "--build", work / "build", "--target", *targets)
+            run(f"compiling {what}, once", "cmake", "--build", work / "build", "--target", *targets)
             if flavour.program is not None:
                 (staged / "bin").mkdir()
                 for target in targets:
                     shutil.copy2(work / "build" / "bin" / target, staged / "bin")
                 shutil.rmtree(source)  # nothing is built against it
             else:
-                run("cmake", "--install", work / "build")
+                run("installing", "cmake", "--install", work / "build")
             describe(flavour, staged)
             with suppress(OSError):  # without a lock another build may have been faster
                 staged.replace(prefix)

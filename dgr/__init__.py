@@ -20,6 +20,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -36,6 +37,9 @@ if TYPE_CHECKING:
     from dgr.engine.llama import LlamaEngine
     from dgr.engine.vocab import LlamaVocabulary
     from dgr.errors import DgrError
+
+    #: The version of the installed package.
+    __version__: str
 
 __all__ = [
     "Artifact",
@@ -67,6 +71,8 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     """Import what is asked for when it is asked for: a command that only shows its help needs none of it."""
+    if name == "__version__":
+        return importlib.metadata.version("dgr")
     module = _HOMES.get(name)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

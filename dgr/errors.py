@@ -174,6 +174,8 @@ class FrameError(WireError):
 class SchemaMismatch(FrameError):
     """The other side is a dgr that speaks another schema."""
 
+    next_step = "install the same version of dgr at both ends: the message says which of them is the older one"
+
 
 class ClosedError(WireError):
     """The link was closed on this side."""

@@ -17,6 +17,7 @@ from fixture_types import Model, Parallel, PipelineLogits, Prompt
 import dgr
 from dgr.core.values import ContextParams
 from dgr.engine.numerics import ExactnessRecord, load_exactness_record, save_exactness_record
+from dgr.selftest.cases import select
 from dgr.selftest.chain import some_tokens
 from dgr.selftest.fixture import cached_fixture
 from dgr.selftest.invariance import exactness_record, run_suite
@@ -35,7 +36,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 def exact_here() -> ExactnessRecord:
     """The record of exact numerics on this machine; the invariance suite runs once when it lacks what tests need."""
     found = load_exactness_record()
-    if found is None or not set(_TYPES) <= {*found.weight_types, *found.failures}:
+    if found is None or not all(found.knows(case.kind, case.label) for case in select(_TYPES)):
         found = exactness_record(run_suite(_TYPES), found)
         save_exactness_record(found)
     return found

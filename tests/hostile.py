@@ -12,7 +12,16 @@ import trio
 
 from dgr.client.control_links import Connector
 from dgr.core.prefix import PrefixDigest
-from dgr.core.values import Expectation, Key, LogitsWanted, SamplingParams, StageIdentity, StateSummary, TopLogprob
+from dgr.core.values import (
+    DecodeRun,
+    Expectation,
+    Key,
+    LogitsWanted,
+    SamplingParams,
+    StageIdentity,
+    StateSummary,
+    TopLogprob,
+)
 from dgr.protocol.limits import limits_of
 from dgr.wire import frames, memory_transports
 from dgr.wire.framing import Framer, Limits
@@ -122,7 +131,8 @@ class Talker:
         self.epoch += rng.choice([1, 1, 1, 0, 3])
         self.sessions.clear()
         own, before, after = (rng.choice([*self.names, "", "nowhere:1", "x" * 256]) for _ in range(3))
-        return frames.Fence(self.route, self._near(self.epoch), own, before, after if rng.random() < 0.6 else "")
+        after, ring = after if rng.random() < 0.6 else "", rng.choice([*self.names, "", "nowhere:1"])
+        return frames.Fence(self.route, self._near(self.epoch), own, before, after, 2, ring)
 
     def _work(self, key: Key, seq: int) -> tuple[frames.Frame, bytes]:
         rng, about = self.rng, self.about
@@ -132,13 +142,14 @@ class Talker:
         digest = prefix.digest() if rng.random() < 0.95 else rng.randbytes(16)
         expect = Expectation(self._near(prefix.position), digest)
         wanted, sampling = LogitsWanted(rng.randrange(3)), odd_sampling(rng) if rng.random() < 0.5 else None
+        run = None if sampling is None or rng.random() < 0.5 else DecodeRun(rng.choice([1, 3, *EDGES]), (7,))
         if about.is_head or rng.random() < 0.1:
             if all(0 <= token < about.n_vocab for token in tokens):
                 prefix.extend(tokens)
-            return frames.Tokens(key, seq, expect, tokens, wanted, sampling), b""
+            return frames.Tokens(key, seq, expect, tokens, wanted, sampling, None, run), b""
         value = struct.pack("<f", rng.choice([1.0, 5.0, 0.0, float("nan"), float("inf"), 1e38, 1e-45]))
         payload = value * (len(tokens) * about.width_in)
-        frame = frames.Boundary(key, seq, expect, tokens, wanted, sampling, self._near(len(payload)))
+        frame = frames.Boundary(key, seq, expect, tokens, wanted, sampling, self._near(len(payload)), None, run)
         return frame, payload[: len(payload) - rng.choice([0] * 20 + [1, 4])]
 
 
@@ -201,6 +212,7 @@ def lies(rng: random.Random, frame: frames.Frame, n_vocab: int) -> list[frames.F
                 replace(frame, top=(TopLogprob(n_vocab, -1.0), *frame.top[1:])),
                 replace(frame, top=(TopLogprob(0, float("nan")), *frame.top[1:])),
                 replace(frame, top=(TopLogprob(0, -1.0),) * 70),
+                replace(frame, goes_on=not frame.goes_on),
                 frames.Advanced(frame.key, frame.seq, frame.position),
             ]
         case frames.Advanced():

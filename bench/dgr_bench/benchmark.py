@@ -18,6 +18,7 @@ import trio
 from attrs import field, frozen
 from tqdm import tqdm
 
+from dgr.cli.progress import progress_bar
 from dgr.errors import DgrError
 from dgr_bench.plots import Plot
 from dgr_bench.reports import Section, verdict_line, write_report
@@ -260,7 +261,8 @@ def execute(benchmark: Benchmark, args: argparse.Namespace) -> int:
             if mine is None or others is not None:
                 raise
             raise _first(mine) from None
-        write_report(args.out, benchmark.title, result, benchmark.tables(result), benchmark.plots(result))
+        with progress_bar("drawing the report"):
+            write_report(args.out, benchmark.title, result, benchmark.tables(result), benchmark.plots(result))
     if args.json:
         answer = {"passed": result.passed, "out": str(args.out), "checks": result.checks, "figures": result.metrics}
         print(msgspec.json.encode(answer).decode())

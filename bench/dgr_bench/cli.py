@@ -11,6 +11,7 @@ from pathlib import Path
 
 import dgr_bench.compare as compare
 import dgr_bench.describe as describe
+import dgr_bench.page as page
 from dgr.cli.exit_codes import run_command
 from dgr.cli.parser import CommandParser
 from dgr.errors import InputError
@@ -19,8 +20,8 @@ from dgr_bench.certify import command as certify
 from dgr_bench.certify import real_model, verify
 from dgr_bench.drill import command as drill
 from dgr_bench.frontier import command as frontier
+from dgr_bench.overhead import builds, hops, lanes, predictions, prefill, servers, sessions, wires
 from dgr_bench.overhead import command as overhead
-from dgr_bench.overhead import hops, lanes, predictions, prefill, servers, sessions, wires
 from dgr_bench.peers import command as peers
 from dgr_bench.results import SCHEMA
 from dgr_bench.widths import command as widths
@@ -29,6 +30,7 @@ _COMMANDS = (
     certify.COMMAND,
     verify.COMMAND,
     compare.COMMAND,
+    page.COMMAND,
     real_model.COMMAND,
     describe.PROFILE_COMMAND,
     describe.SCHEMA_COMMAND,
@@ -36,6 +38,7 @@ _COMMANDS = (
     drill.COMMAND,
     overhead.COMMAND,
     hops.COMMAND,
+    builds.COMMAND,
     sessions.COMMAND,
     servers.COMMAND,
     prefill.COMMAND,

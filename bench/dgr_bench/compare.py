@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from dgr.cli.progress import progress_bar
 from dgr.errors import InputError
 from dgr_bench.benchmark import Command
 from dgr_bench.certify.metrics import canary_of
@@ -28,10 +29,11 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _compare(args: argparse.Namespace) -> int:
-    first, second = read_result(args.first), read_result(args.second)
-    found = compare(first, second)
+    with progress_bar("reading the results"):
+        first, second = read_result(args.first), read_result(args.second)
+        found = compare(first, second)
     if args.out is not None:
-        with locked(args.out):
+        with locked(args.out), progress_bar("drawing the report"):
             _write(args.out, found, first, second)
     if args.json:
         print(msgspec.json.encode(found).decode())

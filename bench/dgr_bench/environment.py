@@ -7,12 +7,12 @@ import platform
 import sys
 import time
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import psutil
 
+from dgr.core.host import cpu_name
 from dgr.engine.budget import available_cpus
 from dgr.engine.native import build_info, kernel_fingerprint, runtime_version
 from dgr.wire.frames import SCHEMA_HASH
@@ -51,15 +51,6 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: int
 
 
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
-    except OSError:
-        return platform.processor() or platform.machine()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())
-
-
 def _version(package: str) -> str | None:
     try:
         return version(package)
@@ -77,7 +68,7 @@ def environment() -> Environment:
         python=sys.version.split()[0],
         packages={name: found for name in _PACKAGES if (found := _version(name)) is not None},
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
-        cpu=_cpu_name(),
+        cpu=cpu_name(),
         cpus=available_cpus(),
         memory_bytes=psutil.virtual_memory().total,
     )

@@ -1,4 +1,4 @@
-"""One look for every plot, written as PNG."""
+"""One look for every plot, written as PNG for Markdown and as SVG for pages."""
 
 from __future__ import annotations
 
@@ -35,6 +35,9 @@ _STYLE: Any = {
     "grid.alpha": 0.3,
     "lines.markersize": 4,
     "legend.frameon": False,
+    # Text as text: a page can be searched, and is small. The same drawing has the same bytes.
+    "svg.fonttype": "none",
+    "svg.hashsalt": "dgr-bench",
 }
 
 
@@ -44,7 +47,7 @@ class Plot:
 
     #: Heading of the section in which it stands.
     section: str
-    #: ``plots/STEM.png``.
+    #: ``plots/STEM.png``, ``plots/STEM.svg``.
     stem: str
     title: str
     #: Labels of the axes, with units.
@@ -61,7 +64,7 @@ class Plot:
 
 
 def draw(folder: Path, plots: Iterable[Plot]) -> None:
-    """Write every ``plots/STEM.png``. Raises :class:`~dgr.errors.InputError` where matplotlib is missing."""
+    """Write every ``plots/STEM.png`` and ``.svg``. Raises :class:`~dgr.errors.InputError` where matplotlib is missing."""
     try:
         import matplotlib as mpl
 
@@ -80,12 +83,14 @@ def draw(folder: Path, plots: Iterable[Plot]) -> None:
                 columns = 2 if max(map(len, named[1])) < _WIDE else 1
                 figure.legend(*named, loc="outside lower center", ncols=columns)
             figure.savefig(drawn := BytesIO(), dpi=80)
+            figure.savefig(lines := BytesIO(), format="svg", metadata={"Date": None, "Creator": None})
             plt.close(figure)
         picture = (
             Image.open(drawn).convert("RGB").quantize(_COLOURS, Image.Quantize.MAXCOVERAGE)
         )  # small marks keep their colour
         picture.save(packed := BytesIO(), "PNG", optimize=True)
         write_file(folder / "plots" / f"{plot.stem}.png", packed.getvalue())
+        write_file(folder / "plots" / f"{plot.stem}.svg", lines.getvalue())
 
 
 def log_context(axes: Axes) -> None:

@@ -45,6 +45,7 @@ Kind = Literal[
     "lanes",
     "peers",
     "widths",
+    "builds",
     "selftest",
     "compare",
 ]

@@ -31,6 +31,7 @@ from dgr import (
     open_cluster,
     open_pipeline_on,
 )
+from dgr.cli.progress import progress_bar
 from dgr.cluster.local import load_engines
 from dgr.core.prefix import PrefixDigest
 from dgr.core.route import parse_split
@@ -59,13 +60,18 @@ def add_model_argument(parser: argparse.ArgumentParser) -> None:
 
 def model_of(args: argparse.Namespace) -> Path:
     """The model of ``--model``, or the fixture in its place: a small one with ``--quick``."""
-    return Path(args.model or cached_fixture("mixed", preset=None if args.quick else "big"))
+    if args.model:
+        return Path(args.model)
+    with progress_bar("the fixture to measure; written once"):
+        return cached_fixture("mixed", preset=None if args.quick else "big")
 
 
 def whole_model(path: str | Path) -> Artifact:
     """A model of which every layer is here. Raises :class:`~dgr.errors.ArtifactError` naming the file and what it lacks."""
     artifact = Artifact.open(path)
     artifact.check(artifact.hp.whole)
+    with progress_bar("reading the model") as progress:
+        artifact.manifest(progress)  # whose digests are kept: what asks for the identity later does not wait
     return artifact
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Mapping, Sequence
-from importlib.metadata import version
 
 from dgr.cli import (
     benchmark,
+    completion,
     doctor,
     drain,
     fixture,
@@ -27,7 +28,8 @@ from dgr.cli import (
 from dgr.cli.exit_codes import run_command
 from dgr.cli.logs import FORMAT_VARIABLE, FORMATS, LEVELS, start_logging
 from dgr.cli.parser import CommandParser
-from dgr.engine.native import build_info
+from dgr.cli.streams import print_json
+from dgr.cli.versions import version_line, versions
 
 __all__ = ["main"]
 
@@ -36,10 +38,11 @@ class _Version(argparse.Action):
     """Print versions and leave; asked for only when the flag is given."""
 
     def __init__(self, option_strings: Sequence[str], dest: str) -> None:
-        super().__init__(option_strings, dest, nargs=0, help="show the versions of dgr and of its llama.cpp, and exit")
+        words = "show the versions of dgr and of its llama.cpp, and exit; with --json after it every identity"
+        super().__init__(option_strings, dest, nargs=0, help=words)
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        print(f"dgr {version('dgr')}, llama.cpp {build_info()['llama_cpp_commit'][:9]}")
+        print(version_line())
         parser.exit()
 
 
@@ -68,6 +71,7 @@ def _parser() -> argparse.ArgumentParser:
         selftest,
     ):
         command.register(subparsers)
+    completion.register(subparsers, parser)
     _add_log(parser, {"log": "warning", "log_format": None})
     return parser
 
@@ -93,7 +97,11 @@ def _add_log(parser: argparse.ArgumentParser, defaults: Mapping[str, str | None]
 
 
 def _run(argv: Sequence[str] | None) -> int:
-    args = _parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else list(argv)
+    if sorted(words) == ["--json", "--version"]:
+        print_json(versions())
+        return 0
+    args = _parser().parse_args(words)
     start_logging(args.log, args.log_format)
     return int(args.run(args))
 

@@ -1,4 +1,4 @@
-"""``dgr doctor``: what is wrong with a route, and what to do about it."""
+"""``dgr doctor``: what is wrong with a route, or with this machine, and what to do about it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import attrs
 import msgspec
 import trio
 
+from dgr.cli.doctor_here import examine_here
 from dgr.cli.options import add_link_arguments, link_policy_of
 from dgr.cli.progress import progress_bar
 from dgr.cli.streams import print_json
@@ -24,17 +25,20 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
     """Add the command."""
     parser = subparsers.add_parser(
         "doctor",
-        help="examine the stages of a route",
+        help="examine the stages of a route, or this machine",
         description="Reach every stage of a route, compare what they are, measure round trip and bandwidth from here, fence"
-        " the route once, and say for every problem what to do next. Exit code 0: healthy, 1: problems.",
+        " the route once, and say for every problem what to do next. Without a route: what this build has kernels for, which"
+        " types are exact here, what the machine has. Exit code 0: healthy, 1: problems.",
     )
-    parser.add_argument("--route", required=True, metavar="TOML", help="the route file")
+    parser.add_argument("--route", metavar="TOML", help="the route file (default: this machine alone is examined)")
     add_link_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.route is None:
+        return examine_here(args)
     file = read_route_file(args.route)
     policy = link_policy_of(args, file.tls)
     with progress_bar("examining the stages"):

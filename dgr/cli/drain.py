@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import socket
+from collections.abc import Callable
 from typing import Any
 
 import trio
 
 from dgr.cli.options import add_link_arguments, link_policy_of
-from dgr.cli.streams import print_json
+from dgr.cli.progress import progress_bar, say_above
+from dgr.cli.streams import json_line
 from dgr.cluster.diagnosis import causes, next_step
 from dgr.cluster.occupancy import drain, take_back
 from dgr.cluster.route_file import read_route_file
@@ -57,18 +59,17 @@ def run(args: argparse.Namespace) -> int:
     tls = None if args.route is None else read_route_file(args.route).tls
     policy = link_policy_of(args, tls)
 
-    def tell(now: Occupancy) -> None:
+    def words(now: Occupancy) -> str:
         if args.json:
             facts = {"draining": now.draining, "routes": now.routes, "sessions": now.sessions}
-            print_json({"stage": args.address, **facts})
-        elif not now.draining:
-            print(f"stage {args.address} takes pipelines and sessions again", flush=True)
-        elif now.sessions:
-            print(f"stage {args.address} is being drained: {now.sessions} sessions left", flush=True)
-        else:
-            print(f"stage {args.address} is drained: no session is left", flush=True)
+            return json_line({"stage": args.address, **facts})
+        if not now.draining:
+            return f"stage {args.address} takes pipelines and sessions again"
+        if now.sessions:
+            return f"stage {args.address} is being drained: {now.sessions} sessions left"
+        return f"stage {args.address} is drained: no session is left"
 
-    async def go() -> None:
+    async def go(tell: Callable[[Occupancy], None]) -> None:
         try:
             if args.undo:
                 tell(await take_back(args.address, policy))
@@ -80,5 +81,6 @@ def run(args: argparse.Namespace) -> int:
             step = await next_step(args.address, error, None, own_is_bad=False)
             raise type(error)(f"{error}; {step}; --route TOML takes those of a route file") from error
 
-    trio.run(go)
+    with progress_bar(f"waiting for stage {args.address}") as activity:
+        trio.run(go, lambda now: say_above(activity, words(now)))
     return 0

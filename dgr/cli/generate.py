@@ -13,12 +13,12 @@ import attrs
 import msgspec
 import trio
 
-from dgr.cli.options import add_link_arguments, add_model_arguments, placement_of
+from dgr.cli.options import add_ahead_argument, add_link_arguments, add_model_arguments, placement_of
 from dgr.cli.pipelines import add_route_argument, check_wait, enter_waiting, open_either
 from dgr.cli.progress import Activity, progress_bar, say_above
 from dgr.cli.streams import print_json, read_prompt
 from dgr.client.events import Event, PrefillProgress, RouteChanged, drain
-from dgr.client.generation import GeneratedToken
+from dgr.client.generation import MOST_AHEAD, GeneratedToken
 from dgr.client.pipeline import Pipeline, Timeouts
 from dgr.cluster.local import open_pipeline
 from dgr.core.arguments import check_whole
@@ -56,6 +56,7 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
     parser.add_argument(
         "-n", "--max-tokens", type=int, default=64, metavar="N", help="most tokens to draw (default: 64)"
     )
+    add_ahead_argument(parser)
     parser.add_argument("--temp", type=float, default=0.0, metavar="T", help="temperature; 0 is greedy (default)")
     parser.add_argument("--top-k", type=int, default=0, metavar="K", help="keep the K likeliest tokens (0: all)")
     parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="keep the likeliest tokens up to mass P")
@@ -77,6 +78,7 @@ def run(args: argparse.Namespace) -> int:
     # Looked at before anything is loaded; no number depends on a vocabulary.
     check_sampling(_sampling(args), n_vocab=1)
     check_whole("max_tokens", args.max_tokens, 0)
+    check_whole("ahead", args.ahead, 0, MOST_AHEAD)
     return trio.run(_generate, args, read_prompt(args.prompt))
 
 
@@ -128,7 +130,11 @@ async def _answer(
         if activity is not None:
             nursery.start_soon(_show_prefill, pipeline.events(), activity)
         generation = session.generate(
-            prompt, max_tokens=args.max_tokens, sampling=_sampling(args), stop=() if args.ignore_eos else None
+            prompt,
+            max_tokens=args.max_tokens,
+            sampling=_sampling(args),
+            stop=() if args.ignore_eos else None,
+            ahead=args.ahead,
         )
         n_prompt = len(session.transcript)
         began = first = trio.current_time()

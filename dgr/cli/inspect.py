@@ -10,6 +10,7 @@ import attrs
 
 from dgr.artifact.artifact import Artifact
 from dgr.cli.inspect_identity import show_cuts, show_identity
+from dgr.cli.inspect_plot import show_plot
 from dgr.cli.progress import progress_bar
 from dgr.cli.streams import print_json
 from dgr.cli.tables import layer_runs, render_table
@@ -67,6 +68,12 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
         metavar="FILE",
         help="with --identity: write the manifest, which a host with some parts needs (default: beside the model)",
     )
+    parser.add_argument(
+        "--plot",
+        metavar="FILE.svg",
+        help="draw which layers and state --layers owns, or each stage of --split, with --ctx, --ubatch and --sessions",
+    )
+    parser.add_argument("--split", metavar="A:B,…", help="with --plot: the stages of the whole model")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
 
@@ -278,12 +285,20 @@ def run(args: argparse.Namespace) -> int:
     hp = V4_FLASH if artifact is None else artifact.hp
     if args.manifest is not None and not args.identity:
         raise InputError("--manifest writes what --identity finds; give both")
+    if args.split is not None and (args.plot is None or args.layers is not None):
+        raise InputError(
+            "--split is for --plot, and says the layers of every stage; give --plot with it, and no --layers"
+        )
     if args.cuts:
         return show_cuts(args, hp)
     if args.identity:
         if artifact is None:
             raise InputError(f"{_BUILT_IN} stands for widths, not for weights; give a GGUF file to --identity")
         return show_identity(args, artifact)
+    ctx = _DEFAULT_CTX if args.ctx is None else args.ctx
+    shape = ContextShape(ctx, args.ubatch, args.sessions, args.type_k)
+    if args.plot is not None:
+        return show_plot(args, hp, shape, artifact)
     if args.layers is None and args.ctx is None:
         if args.json:
             print_json(_model_object(args.model, hp, artifact))
@@ -291,9 +306,8 @@ def run(args: argparse.Namespace) -> int:
             _print_model(args.model, hp, artifact)
         return 0
     layers = hp.whole if args.layers is None else LayerRange.parse(args.layers)
-    ctx = _DEFAULT_CTX if args.ctx is None else args.ctx
     warn_beyond_training(hp, ctx)
-    owned = state_map(hp, layers, ContextShape(ctx, args.ubatch, args.sessions, args.type_k))
+    owned = state_map(hp, layers, shape)
     if args.json:
         print_json(_map_object(args.model, owned, artifact))
     else:

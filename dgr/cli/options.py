@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from dgr.client.generation import AHEAD
 from dgr.client.pace import CHUNK_SECONDS
 from dgr.cluster.connect import LinkPolicy
 from dgr.core.mtp import CONTRACT, not_executable
@@ -17,6 +18,7 @@ from dgr.errors import InputError
 from dgr.wire.credentials import Credentials
 
 __all__ = [
+    "add_ahead_argument",
     "add_context_arguments",
     "add_link_arguments",
     "add_model_arguments",
@@ -99,6 +101,18 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"what a chunk may take on a stage, where --chunk does not say (default: {CHUNK_SECONDS:g})",
     )
     add_context_arguments(parser)
+
+
+def add_ahead_argument(parser: argparse.ArgumentParser) -> None:
+    """``--ahead``, for a command that reads answers to their ends."""
+    parser.add_argument(
+        "--ahead",
+        type=int,
+        default=AHEAD,
+        metavar="N",
+        help="tokens of an answer that the stages draw one after another before they are asked for each"
+        f" (default: {AHEAD}; 0: none)",
+    )
 
 
 def add_context_arguments(parser: argparse.ArgumentParser) -> None:

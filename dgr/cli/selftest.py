@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from dgr.artifact.artifact import Artifact
 from dgr.cli.progress import progress_bar, say_above
 from dgr.cli.streams import print_json, tell
 from dgr.core.host import available_cpus
 from dgr.engine.native import kernel_fingerprint
 from dgr.engine.numerics import ExactnessRecord, load_exactness_record, record_target, save_exactness_record
 from dgr.errors import InputError
+from dgr.selftest.cases import Case, cases_of, select
 from dgr.selftest.invariance import THREADS_NOTE, Report, Verdict, exactness_record, run_suite
 from dgr.v4.published import PUBLISHED, inexact_types
 
@@ -29,16 +31,21 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
         description="Run small models through every chunking, split, batch and thread count that exact numerics"
         " promise to be alike, compare the bits, and record under the kernel fingerprint which types are exact. What"
         " cannot be run (no disk, no memory) is noted and keeps its old verdict. Exit code 1 when f32 weights or the f16 K"
-        " cache are not found exact.",
+        " cache are tested and not found exact.",
     )
-    numerics.add_argument(
+    some = numerics.add_mutually_exclusive_group()
+    some.add_argument(
         "--types", metavar="T,…", help="test these types only, and keep the verdict on the others (default: all)"
+    )
+    some.add_argument("--model", metavar="GGUF", help="test only the types that exact numerics run this model with")
+    numerics.add_argument(
+        "--type-k", default="f16", metavar="TYPE", help="with --model: K-cache type, f16, f32, q8_0 (default: f16)"
     )
     numerics.add_argument("--no-record", action="store_true", help="only tell; do not record the verdict")
     numerics.add_argument(
         "--if-missing",
         action="store_true",
-        help="do nothing when a whole verdict is recorded already; says what is missing where it runs again",
+        help="test only what no verdict is recorded on, or only half of one; says what that is",
     )
     numerics.add_argument("--json", action="store_true", help="print one JSON object")
     numerics.set_defaults(run=run)
@@ -63,6 +70,12 @@ def _published_line(record: ExactnessRecord) -> str:
     return f"published files that are exact here: {'; '.join(exact) or 'none'}" + (
         f". Not known to be: {'; '.join(others)}" if others else ""
     )
+
+
+def _covered_line(record: ExactnessRecord) -> str:
+    known = [case for case in select() if record.knows(case.kind, case.label)]
+    what = ", ".join(case.name for case in known) or "none"
+    return f"types with a verdict: {what}; the other {len(select()) - len(known)}: dgr selftest numerics --if-missing"
 
 
 def _object(report: Report, record: ExactnessRecord, notes: list[str], path: str | None) -> dict[str, Any]:
@@ -90,23 +103,25 @@ def _object(report: Report, record: ExactnessRecord, notes: list[str], path: str
 
 def run(args: argparse.Namespace) -> int:
     found = load_exactness_record()
-    if args.if_missing and found is not None and not _would_find_more(found):
-        if args.json:
-            print_json({"recorded": True})
-        else:
-            print("the verdict for these kernels is recorded already")
-        return 0
-    if args.if_missing and found is not None and not args.json:
-        print(
-            f"the verdict that is recorded is not whole, so the test runs again: {'; '.join(found.notes)}", flush=True
-        )
-    types = None if args.types is None else [name.strip() for name in args.types.split(",") if name.strip()]
+    cases = _cases(args)
+    if args.if_missing:
+        every, cases = cases, _lacking(cases, found)
+        if not cases:
+            if args.json:
+                print_json({"recorded": True})
+            else:
+                of = "these kernels" if len(every) == len(select()) else ", ".join(case.name for case in every)
+                print(f"the verdict for {of} is recorded already")
+            return 0
+        if found is not None and not args.json:
+            whys = (f"{case.name} ({found.untested.get(case.name, 'not tested yet')})" for case in cases)
+            print(f"tested now, for the record lacks it: {', '.join(whys)}", flush=True)
     if not args.no_record:
         record_target(kernel_fingerprint())  # refused now rather than after half a minute
     try:
-        with progress_bar("testing these kernels; about half a minute") as activity:
+        with progress_bar(f"testing these kernels: {len(cases)} types") as activity:
             finished = None if args.json else lambda verdict: say_above(activity, _line(verdict))
-            report = run_suite(types, finished=finished)
+            report = run_suite(cases, finished=finished)
     except KeyboardInterrupt:
         tell("dgr selftest: interrupted; nothing was recorded")
         raise
@@ -123,12 +138,25 @@ def run(args: argparse.Namespace) -> int:
     else:
         for note in notes:
             print(f"note: {note}")
-        print(_published_line(record))
+        print(_published_line(record) if len(report.verdicts) == len(select()) else _covered_line(record))
         recorded = "not recorded" if path is None else f"recorded in {path}"
         print(f"kernel fingerprint {report.fingerprint}, {report.seconds:.1f} s; {recorded}")
     return 0 if report.passed and kept else 1
 
 
-def _would_find_more(found: ExactnessRecord) -> bool:
-    """Whether something was not tested that might be now; several threads need several CPUs."""
-    return any(available_cpus() > 1 or not note.startswith(THREADS_NOTE) for note in found.notes)
+def _cases(args: argparse.Namespace) -> tuple[Case, ...]:
+    """What is to be tested, whatever the record has of it."""
+    if args.model is not None:
+        return cases_of(Artifact.open(args.model), args.type_k)
+    return select(None if args.types is None else [name.strip() for name in args.types.split(",") if name.strip()])
+
+
+def _lacking(cases: tuple[Case, ...], found: ExactnessRecord | None) -> tuple[Case, ...]:
+    """Those on which there is no verdict, or not one on several threads where these could run now."""
+
+    def lacks(case: Case, record: ExactnessRecord) -> bool:
+        if (why := record.untested.get(case.name)) is None:
+            return not record.knows(case.kind, case.label)
+        return available_cpus() > 1 or not why.startswith(THREADS_NOTE)
+
+    return cases if found is None else tuple(case for case in cases if lacks(case, found))

@@ -16,7 +16,7 @@ import trio
 
 from dgr.artifact.artifact import Artifact
 from dgr.cli.notify import Notifier, open_notifier
-from dgr.cli.options import add_link_arguments, add_model_arguments, link_policy_of, require_extra
+from dgr.cli.options import add_ahead_argument, add_link_arguments, add_model_arguments, link_policy_of, require_extra
 from dgr.cli.pipelines import add_route_argument, check_wait, enter_waiting, open_local, route_of
 from dgr.cli.progress import progress_bar
 from dgr.cli.streams import print_json, until_input_ends
@@ -67,6 +67,7 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
         metavar="SECONDS",
         help="with --route: wait so long for stages that are not up yet (default: one that is not there ends the command)",
     )
+    add_ahead_argument(parser)
     parser.add_argument(
         "--listen", default="127.0.0.1:8000", metavar="HOST:PORT", help="where (default: 127.0.0.1:8000)"
     )
@@ -190,6 +191,7 @@ async def _serve(args: argparse.Namespace) -> None:
         max_waiting=args.max_queued,
         max_waiting_tokens=args.max_queued_tokens,
         deadline=args.deadline,
+        ahead=args.ahead,
     )
     policy = HttpPolicy(tls=_tls(args), grace=args.grace, client_timeout=args.client_timeout)
     certificates = sources_of(credentials, policy.https)

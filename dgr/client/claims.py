@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import math
 
+from dgr.client.pace import SessionLimits
 from dgr.core.values import Expectation, LogitsWanted, SamplingParams
 from dgr.errors import WireError
+from dgr.protocol.runs import next_in_run
 from dgr.wire import frames
 
 __all__ = ["check_forked", "check_report", "check_work_reply"]
 
 
-def check_work_reply(work: frames.Tokens, reply: frames.Frame, *, is_head: bool, is_tail: bool, n_vocab: int) -> None:
+def check_work_reply(
+    work: frames.Tokens, reply: frames.Frame, *, is_head: bool, is_tail: bool, limits: SessionLimits
+) -> None:
     """Raise :class:`WireError` for a reply that cannot be one to this work.
 
     ``is_head``, ``is_tail``: whether the stage that replies is the route's head or tail.
@@ -24,7 +28,8 @@ def check_work_reply(work: frames.Tokens, reply: frames.Frame, *, is_head: bool,
             _check_done(work, reply, is_tail, work.logits == LogitsWanted.NONE)
         case frames.Token():
             _check_done(work, reply, is_tail, work.sampling is not None)
-            _check_token(reply, work.sampling, n_vocab)
+            _check_token(reply, work.sampling, limits.n_vocab)
+            _check_run(work, reply, limits.n_ctx)
         case frames.Logits():
             _check_done(work, reply, is_tail, work.logits == LogitsWanted.ALL)
             if reply.n_rows != len(work.tokens):
@@ -61,6 +66,16 @@ def _check_token(reply: frames.Token, sampling: SamplingParams | None, n_vocab: 
         raise WireError(f"top log-probabilities came for token ids {sorted(ids)}; the vocabulary has {n_vocab}")
     if not all(math.isfinite(candidate.logprob) for candidate in reply.top):
         raise WireError("a top log-probability came that is not finite")
+
+
+def _check_run(work: frames.Tokens, reply: frames.Token, n_ctx: int) -> None:
+    after = Expectation(reply.position, work.expect.digest)  # of which the position alone decides
+    if reply.goes_on and next_in_run(work, reply.token, after, n_ctx) is None:
+        granted = 0 if work.run is None else work.run.tokens
+        raise WireError(
+            f"the tail goes on with token {reply.token} at position {reply.position}; it was granted {granted} further tokens"
+            f" and the context holds {n_ctx}"
+        )
 
 
 def check_forked(stage: str, expect: Expectation, reply: frames.Frame) -> None:

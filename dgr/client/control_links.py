@@ -131,7 +131,8 @@ class ControlLinks:
         replies: list[tuple[str, str, PendingReply]] = []
         for index, ref in enumerate(route.stages):
             before, after = route.predecessor(index), route.successor(index)
-            fence = frames.Fence(route_id, epoch, ref.address, before, after, len(route.stages))
+            ring = route.other_end(index)
+            fence = frames.Fence(route_id, epoch, ref.address, before, after, len(route.stages), ring)
             replies.append((ref.address, after, self.request(FenceReply(ref.address, epoch), fence)))
         fenced: list[frames.Fenced] = []
         failures: list[DgrError] = []

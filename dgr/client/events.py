@@ -15,6 +15,7 @@ from dgr.wire.values import Miss
 
 __all__ = [
     "FAILURE",
+    "OVERRUN",
     "RE_PREFILL_REASONS",
     "Event",
     "EventHub",
@@ -127,8 +128,10 @@ _log = logging.getLogger("dgr.route")
 
 #: A re-prefill's reason where the event's own is the text of an error: a stage, a link or a batch failed.
 FAILURE = "failure"
+#: The stages have drawn further than the answer was read, and its session was gone on with in another way.
+OVERRUN = "overrun"
 #: Reasons of re-prefills as they are counted.
-RE_PREFILL_REASONS = ("route change", "diverged", *(miss.name.lower() for miss in Miss), FAILURE)
+RE_PREFILL_REASONS = ("route change", "diverged", OVERRUN, *(miss.name.lower() for miss in Miss), FAILURE)
 
 #: Events kept for a subscriber that does not read; later ones are dropped.
 KEPT_EVENTS = 4096

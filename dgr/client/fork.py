@@ -26,8 +26,7 @@ class ForkedSession(ClientSession):
     async def begin_as(self, source: ClientSession) -> None:
         """Take the transcript of ``source`` and a copy of its state; see :meth:`ClientSession.fork` for the errors."""
         async with source._use():
-            if source.state in (ClientState.DRAINING, ClientState.DIVERGING):
-                await source._drain()
+            await source._settle()
             self.transcript = list(source.transcript)
             if source.committed and self._route.limits.forks:
                 await self._route.wait_live()
@@ -35,7 +34,7 @@ class ForkedSession(ClientSession):
                     await self._copy(source)
 
     async def _copy(self, source: ClientSession) -> None:
-        began, committed = trio.current_time(), source.committed
+        began, committed, held = trio.current_time(), source.committed, source._held
         expect = Expectation(committed, source._work.digest)
         self._epoch = self._route.epoch
         request = frames.Fork(self._route.key(self.id), self._work.next_seq(), source.id, expect)
@@ -61,6 +60,6 @@ class ForkedSession(ClientSession):
             self._loss = str(error)
             self._route.emit(StateLost(self.id, self._loss))
             return
-        self._work.stand_at(self.transcript[:committed])
+        self._work.stand_at(held)
         self._machine.fire(ClientEvent.OPENED)
         self._route.emit(SessionForked(self.id, source.id, committed, trio.current_time() - began))

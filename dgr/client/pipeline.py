@@ -7,7 +7,7 @@ its :class:`~dgr.client.session.ClientSession` objects hold the transcripts.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import TypeVar
 
 import trio
@@ -16,7 +16,7 @@ from attrs import frozen
 from dgr.client.control_links import Connector
 from dgr.client.events import Event, EventHub
 from dgr.client.fork import ForkedSession
-from dgr.client.generation import Vocabulary
+from dgr.client.generation import MOST_AHEAD, Vocabulary
 from dgr.client.pace import CHUNK_SECONDS
 from dgr.client.route_client import RouteClient, Timeouts
 from dgr.client.session import ClientSession
@@ -66,11 +66,14 @@ class StageStatus:
 class Pipeline:
     """Sessions over one route. Made by :func:`open_pipeline_on`, :func:`dgr.open_pipeline` or :func:`dgr.open_route`."""
 
-    def __init__(self, client: RouteClient, hub: EventHub, vocabulary: Vocabulary | None, retries: int) -> None:
+    def __init__(
+        self, client: RouteClient, hub: EventHub, vocabulary: Vocabulary | None, retries: int, ahead: int = 0
+    ) -> None:
         self.vocabulary = vocabulary
         self._client = client
         self._hub = hub
         self._retries = retries
+        self._ahead = ahead
         #: Where the time of single requests goes.
         self.tracer = Tracer(client)
         self._sessions: dict[int, ClientSession] = {}
@@ -186,16 +189,23 @@ class Pipeline:
         async with self._made(ClientSession) as session:
             yield session
 
+    def fork_target(self) -> AbstractAsyncContextManager[ForkedSession]:
+        """A conversation that is to begin as another one (:meth:`~dgr.client.fork.ForkedSession.begin_as`).
+
+        :meth:`ClientSession.fork` does both, and when it is cancelled waits until the stages have dropped the half-made copy.
+        """
+        return self._made(ForkedSession)
+
     @asynccontextmanager
     async def _fork(self, source: ClientSession) -> AsyncIterator[ClientSession]:
-        async with self._made(ForkedSession) as session:
+        async with self.fork_target() as session:
             await session.begin_as(source)
             yield session
 
     @asynccontextmanager
     async def _made(self, kind: type[AnySession]) -> AsyncIterator[AnySession]:
         number, self._next_session = self._next_session, self._next_session + 1
-        session = kind(self._client, number, vocabulary=self.vocabulary, retries=self._retries)
+        session = kind(self._client, number, vocabulary=self.vocabulary, retries=self._retries, ahead=self._ahead)
         session.copier = self._fork
         self._sessions[session.id] = self._client.members[session.id] = session
         try:
@@ -238,6 +248,7 @@ async def open_pipeline_on(
     chunk_seconds: float = CHUNK_SECONDS,
     window: int | None = None,
     retries: int = 2,
+    ahead: int = 0,
     timeouts: Timeouts | None = None,
 ) -> AsyncIterator[Pipeline]:
     """Open a pipeline over stages that ``connect`` reaches.
@@ -248,7 +259,8 @@ async def open_pipeline_on(
     tokens of one prefill chunk; by default n_ubatch, and in exact numerics what the slowest stage evaluates in
     ``chunk_seconds`` if that is less: a chunk is how long other sessions' streams pause, and how long a cancelled prompt
     goes on. ``window``: chunks of one session in flight (default stages + 1).
-    ``retries``: re-prefills tried for one request before :class:`~dgr.errors.PrefillFailed`. ``timeouts``: every wait.
+    ``retries``: re-prefills tried for one request before :class:`~dgr.errors.PrefillFailed`. ``ahead``: tokens of an answer
+    that the stages may draw before they are asked for, by themselves. ``timeouts``: every wait.
     Raises :class:`InputError` for values out of range, :class:`InvalidRoute` when the stages do not fit together,
     :class:`PeerRefused`, :class:`LinkBroken` or :class:`DeadlineExceeded` when one cannot be had, and :class:`NoCandidate`
     when none of those of one range can.
@@ -259,6 +271,7 @@ async def open_pipeline_on(
     if window is not None:
         check_whole("window", window, 1, INBOX)  # more would not fit a session's inbox on a stage
     check_whole("retries", retries, 0)
+    check_whole("ahead", ahead, 0, MOST_AHEAD)
     check_instance("route", route, Route)
     spares = _checked(spares)
     timeouts = Timeouts() if timeouts is None else timeouts
@@ -272,7 +285,7 @@ async def open_pipeline_on(
         async with cancelled_first():
             await nursery.start(client.run, route, spares)
         try:
-            yield Pipeline(client, hub, vocabulary, retries)
+            yield Pipeline(client, hub, vocabulary, retries, ahead)
         finally:
             client.close()
             hub.close()

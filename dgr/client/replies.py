@@ -104,6 +104,9 @@ ControlRequest: TypeAlias = frames.Open | frames.Fork | frames.Close | frames.Qu
 ReplyKey: TypeAlias = FenceReply | ControlReply | WorkReply | StageReply | OccupancyReply
 
 
+#: Raises :class:`WireError` for a reply that cannot be one to this work.
+WorkCheck: TypeAlias = Callable[[frames.Tokens], None]
+
 #: A reply about a session, or a refused fence.
 SessionReply: TypeAlias = (
     frames.Opened
@@ -122,7 +125,7 @@ SessionReply: TypeAlias = (
 class PendingReply:
     """A place where one reply will be put; the first one counts."""
 
-    __slots__ = ("_event", "on_set", "request", "value")
+    __slots__ = ("_event", "_on_set", "request", "value")
 
     def __init__(self, request: frames.Frame | None = None) -> None:
         self._event = trio.Event()
@@ -130,15 +133,21 @@ class PendingReply:
         self.request = request
         #: What was put here; None as long as nothing was.
         self.value: Received | DgrError | None = None
-        #: Called as soon as something is.
-        self.on_set: Callable[[], None] | None = None
+        self._on_set: list[Callable[[], None]] = []
 
     def set(self, value: Received | DgrError) -> None:
         if self.value is None:
             self.value = value
             self._event.set()
-            if self.on_set is not None:
-                self.on_set()
+            for call in self._on_set:
+                call()
+
+    def when_set(self, call: Callable[[], None]) -> None:
+        """Have something done as soon as a reply is put here: before anything else that comes on its link is looked at."""
+        if self.value is None:
+            self._on_set.append(call)
+        else:
+            call()
 
     async def wait(self, seconds: float, what: str) -> Received:
         """Return the reply. Raises the error that was put here, or :class:`DeadlineExceeded` after ``seconds``."""
@@ -158,6 +167,10 @@ class PendingReplies:
 
     def __init__(self) -> None:
         self._pending: dict[ReplyKey, PendingReply] = {}
+        #: Session -> numbers of the work that its decode run may come to.
+        self._granted: dict[int, range] = {}
+        #: What other stages said of such work, over their own links, before the tail's token came that it follows.
+        self._early: dict[WorkReply, tuple[Received, WorkCheck]] = {}
 
     def __len__(self) -> int:
         return len(self._pending)
@@ -166,10 +179,6 @@ class PendingReplies:
         """Announce a wait; ``request`` is what will be replied to."""
         reply = self._pending[key] = PendingReply(request)
         return reply
-
-    def get(self, key: ReplyKey) -> PendingReply | None:
-        """Return the wait for a reply; None when nobody waits."""
-        return self._pending.get(key)
 
     def resolve(self, key: ReplyKey, value: Received | DgrError) -> bool:
         """End a wait; False when nobody waits for that reply."""
@@ -187,6 +196,47 @@ class PendingReplies:
         for key in list(self._pending):
             if stage is None or (not isinstance(key, WorkReply) and key.stage == stage):
                 self.resolve(key, error)
+
+    # --- work ---
+
+    def sent_work(self, work: frames.Tokens) -> PendingReply:
+        """Announce the wait for the reply to work that this client has sent, and what its decode run may come to."""
+        session, run = work.key.session, work.run
+        self._forget_run(session)
+        if run is not None:
+            self._granted[session] = range(work.seq + 1, work.seq + 1 + run.tokens)
+        return self.register(WorkReply(session, work.seq), work)
+
+    def passed_on(self, work: frames.Tokens) -> PendingReply:
+        """The same of work that the tail has given the head."""
+        key = WorkReply(work.key.session, work.seq)
+        reply = self.register(key, work)
+        if (early := self._early.pop(key, None)) is not None:
+            self.take_work_reply(key, *early)
+        return reply
+
+    def take_work_reply(self, key: WorkReply, received: Received, check: WorkCheck) -> None:
+        """End the wait for the reply to work, once ``check`` has found that it can be one."""
+        pending = self._pending.get(key)
+        run = self._granted.get(key.session, range(0))
+        if pending is not None and isinstance(pending.request, frames.Tokens):
+            check(pending.request)
+            self.resolve(key, received)
+            goes_on = isinstance(received.frame, frames.Token) and received.frame.goes_on
+            if key.seq >= run.start - 1 and not goes_on:
+                self._forget_run(key.session)
+        elif pending is None and key.seq in run:
+            self._early[key] = received, check
+
+    def fail_work(self, key: WorkReply, error: DgrError) -> None:
+        """Nobody cares any more for the reply to work, and for what would follow it."""
+        self.resolve(key, error)
+        self._forget_run(key.session)
+
+    def _forget_run(self, session: int) -> None:
+        self._granted.pop(session, None)
+        for key in [key for key in self._early if key.session == session]:
+            del self._early[key]
 
 
 def control_error(stage: str, frame: frames.Frame) -> DgrError:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 import trio
@@ -370,14 +371,11 @@ class RouteClient:
             self._draining.discard(stage)
 
     def _on_work_reply(self, stage: str, key: WorkReply, received: Received) -> None:
-        pending = self._links.replies.get(key)
-        if pending is not None and isinstance(pending.request, frames.Tokens):
-            stages = self.route.stages
-            is_head, is_tail = stage == stages[0].address, stage == stages[-1].address
-            check_work_reply(
-                pending.request, received.frame, is_head=is_head, is_tail=is_tail, n_vocab=self.limits.n_vocab
-            )
-            self._links.replies.resolve(key, received)
+        head, tail = self.route.stages[0].address, self.route.stages[-1].address
+        check = partial(
+            check_work_reply, reply=received.frame, is_head=stage == head, is_tail=stage == tail, limits=self.limits
+        )
+        self._links.replies.take_work_reply(key, received, check)
 
     def _on_loss(self, address: str, why: str) -> None:
         """A control link ended."""
@@ -394,7 +392,11 @@ class RouteClient:
     def send_work(self, frame: frames.Tokens) -> PendingReply:
         """Send a work frame to the head. Raises :class:`WireError` when it cannot be sent."""
         self.head.send_nowait(frame)
-        return self._links.replies.register(WorkReply(frame.key.session, frame.seq), frame)
+        return self._links.replies.sent_work(frame)
+
+    def await_work(self, frame: frames.Tokens) -> PendingReply:
+        """Wait for the reply to a work frame that the tail has given the head."""
+        return self._links.replies.passed_on(frame)
 
     def cancel_work(self, session: int, last_seq: int) -> None:
         """Tell the head not to start work up to ``last_seq``. Raises :class:`WireError` when it cannot be told."""
@@ -402,7 +404,7 @@ class RouteClient:
 
     def fail_work(self, session: int, seq: int, error: DgrError) -> None:
         """End the wait for the reply to a work frame."""
-        self._links.replies.resolve(WorkReply(session, seq), error)
+        self._links.replies.fail_work(WorkReply(session, seq), error)
 
     @property
     def head(self) -> Link:

@@ -11,16 +11,15 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 import trio
-from attrs import frozen
 
 from dgr.client.claims import check_report
-from dgr.client.events import GenerationCancelled, Prefilled, PrefillProgress, RePrefilled, StateLost
-from dgr.client.generation import Generation, Vocabulary
+from dgr.client.events import OVERRUN, GenerationCancelled, Prefilled, PrefillProgress, RePrefilled, StateLost
+from dgr.client.generation import MOST_AHEAD, Generation, Turn, Vocabulary, encode_prompt, ending_of
 from dgr.client.replies import control_error
-from dgr.client.work import KeptToken, SessionRoute, SessionWork, WorkRequest
+from dgr.client.work import KeptTokens, SessionRoute, SessionWork, WorkRequest, can_go_on, loss_of
 from dgr.core.arguments import check_callable, check_whole, token_ids
 from dgr.core.state_machine import StateMachine
-from dgr.core.values import SamplingParams
+from dgr.core.values import DecodeRun, SamplingParams
 from dgr.errors import (
     ContextLimitExceeded,
     DgrError,
@@ -40,26 +39,6 @@ from dgr.wire.nurseries import cancelled_first
 __all__ = ["ClientSession"]
 
 
-@frozen
-class _Turn:
-    """One turn of a session; the source of one answer's tokens."""
-
-    session: ClientSession
-    number: int
-    sampling: SamplingParams
-
-    @property
-    def is_full(self) -> bool:
-        return len(self.session.transcript) > self.session.n_ctx
-
-    def check(self) -> None:
-        if self.session.turn != self.number:
-            raise SessionBusy(f"session {self.session.id} has begun another turn; this answer is over")
-
-    async def next_token(self) -> frames.Token:
-        return await self.session._draw(self.sampling)
-
-
 class ClientSession:
     """One conversation: its transcript, and what every stage has committed of it.
 
@@ -68,9 +47,15 @@ class ClientSession:
     """
 
     def __init__(
-        self, route: SessionRoute, session_id: int, *, vocabulary: Vocabulary | None = None, retries: int = 2
+        self,
+        route: SessionRoute,
+        number: int,
+        *,
+        vocabulary: Vocabulary | None = None,
+        retries: int = 2,
+        ahead: int = 0,
     ) -> None:
-        self.id = session_id
+        self.id = number
         #: Every token of the conversation, prompt and answers.
         self.transcript: list[int] = []
         #: Grows with every change of the transcript by its owner.
@@ -80,14 +65,15 @@ class ClientSession:
         self._route = route
         self._vocabulary = vocabulary
         self._retries = retries
+        self._ahead = ahead
         self._machine = StateMachine(CLIENT_SESSION)
         self._in_use = False
-        self._work = self.traced = SessionWork(route, session_id)  # a trace follows it: see RequestTrace.follow
+        self._work = self.traced = SessionWork(route, number)  # a trace follows it: see RequestTrace.follow
         #: The epoch in which stages may hold something of it; -1 when none does.
         self._epoch = -1
-        self._kept: KeptToken | None = None
-        #: In DIVERGING: what was sent, before the transcript was rewritten.
-        self._sent_before: list[int] = []
+        self._kept: KeptTokens | None = None
+        #: In DIVERGING: the transcript before it was rewritten.
+        self._before: list[int] = []
         #: Why the next prefill is a re-prefill; None when it is not one.
         self._loss: str | None = None
 
@@ -125,36 +111,36 @@ class ClientSession:
         max_tokens: int | None = None,
         sampling: SamplingParams | None = None,
         stop: Sequence[int] | None = None,
+        ahead: int | None = None,
     ) -> Generation:
         """Take a turn: append ``prompt`` and iterate over the answer's tokens.
 
         With ``transcript`` (the whole conversation, as a stateless API sends it) only what is new is prefilled; one
         that diverges from what is committed is re-prefilled from token 0. ``max_tokens``: tokens of the answer (default:
         until a stop token, or a full context). ``stop``: token ids that end the answer (default: the vocabulary's
-        end-of-text). Nothing is sent before the first token is asked for. Raises :class:`ContextLimitExceeded`,
+        end-of-text). ``ahead``: tokens that stages may draw before they are asked for (default: the pipeline's); an answer
+        that is left earlier has the session re-prefilled, unless it is gone on with. Nothing is sent before the first token
+        is asked for. Raises :class:`ContextLimitExceeded`,
         :class:`InvalidToken`, :class:`InputError`, :class:`SessionBusy`, :class:`SessionError`; nothing was changed then.
         """
         self._check_free()
         if max_tokens is not None:
             check_whole("max_tokens", max_tokens, 0)
+        if ahead is not None:
+            check_whole("ahead", ahead, 0, MOST_AHEAD)
         n_vocab = self._route.limits.n_vocab
         drawn_with = check_sampling(SamplingParams() if sampling is None else sampling, n_vocab)
-        ending = None if stop is None else frozenset(token_ids("stop", stop, n_vocab))
+        ending = ending_of(stop, self._vocabulary, n_vocab)
         if isinstance(prompt, str):
-            if self._vocabulary is None:
-                raise InputError("a text prompt needs a vocabulary; give token ids, or open the pipeline with one")
-            if not (prompt or self.transcript or transcript):  # the begin-of-text token alone is not a question
-                raise InputError("the prompt is empty, and there is nothing before it: give at least one character")
-            prompt = self._vocabulary.encode(prompt, add_special=not self.transcript and transcript is None)
+            begins = not self.transcript and transcript is None
+            prompt = encode_prompt(prompt, self._vocabulary, begins=begins, follows=bool(self.transcript or transcript))
         before = self.transcript if transcript is None else token_ids("transcript", transcript, n_vocab)
         whole = [*before, *token_ids("prompt", prompt, n_vocab, len(before))]
         if not whole:
             raise InputError("there is nothing to go on from: give a prompt of at least one token")
         self._rewrite(whole)
-        if ending is None:
-            eos = None if self._vocabulary is None else self._vocabulary.eos
-            ending = frozenset(() if eos is None else (eos,))
-        return Generation(_Turn(self, self.turn, drawn_with), self._vocabulary, max_tokens, ending)
+        turn = Turn(self, self.turn, drawn_with, ending, self._ahead if ahead is None else ahead)
+        return Generation(turn, self._vocabulary, max_tokens)
 
     async def logits(self, tokens: Sequence[int], rows: Callable[[int, memoryview], None]) -> None:
         """Append ``tokens`` and hand each chunk's rows of logits to ``rows(position, values)``.
@@ -218,15 +204,23 @@ class ClientSession:
                 f"the prompt and its history are {len(transcript)} tokens (n_prompt), the context holds {n_ctx} (n_ctx);"
                 " shorten the prompt or load the stages with a larger n_ctx"
             )
-        sent = self._sent_before or self.transcript[: self._work.sent]
-        if transcript[: len(sent)] != sent:
-            if self.state in (ClientState.DRAINING, ClientState.DIVERGING):
+        if self.state is ClientState.AHEAD:
+            self._cancel_in_flight()
+        if self.state in (ClientState.DRAINING, ClientState.DIVERGING):
+            if transcript != self.transcript:
                 self._machine.fire(ClientEvent.DIVERGE)
-                self._sent_before = sent  # how much of it counts is known once it has drained
-            else:
-                self.lose("diverged")
+                self._before = self._before or self.transcript  # how much of it counts is known once it has drained
+        elif not can_go_on(transcript, held := self._held, self._kept):
+            self.lose(loss_of(transcript, self.transcript, held))
         self.transcript = transcript
         self.turn += 1
+
+    @property
+    def _held(self) -> list[int]:
+        """What every stage holds, where nothing is in flight."""
+        return [*self.transcript, *([] if self._kept is None else self._kept.ids(len(self.transcript)))][
+            : self._work.sent
+        ]
 
     def _check_open(self) -> None:
         if self.state is ClientState.CLOSED:
@@ -250,9 +244,9 @@ class ClientSession:
 
     # --- the one way forward ---
 
-    async def _draw(self, sampling: SamplingParams) -> frames.Token:
-        """Commit the transcript and draw the token after it; the transcript grows by it."""
-        token = await self._commit(WorkRequest(sampling=sampling))
+    async def draw(self, sampling: SamplingParams, run: DecodeRun | None = None) -> frames.Token:
+        """See :meth:`dgr.client.generation.AnsweringSession.draw`; for answers."""
+        token = await self._commit(WorkRequest(sampling=sampling, run=run))
         assert token is not None
         self.transcript.append(token.token)
         return token
@@ -291,17 +285,22 @@ class ClientSession:
         Returns the token that the request wants when it was drawn already, for a caller who gave up too early.
         """
         self._check_open()
-        if self.state in (ClientState.DRAINING, ClientState.DIVERGING):
-            await self._drain()
-        if request is not None and request.wants_output and self.committed == len(self.transcript):
-            if self.state is ClientState.DRAWN and self._kept is not None and self._kept.sampling == request.sampling:
+        position, sampling = len(self.transcript), None if request is None else request.sampling
+        if self.state is ClientState.AHEAD and self._work.awaits(position, sampling):
+            self._machine.fire(ClientEvent.CLAIM)
+            return None
+        await self._settle()
+        if request is not None and request.wants_output and self.committed >= position:
+            kept = self._kept if self.state is ClientState.DRAWN else None
+            if kept is not None and kept.sampling == sampling and (token := kept.at(position)) is not None:
                 await trio.lowlevel.checkpoint()
-                kept, self._kept = self._kept, None
-                self._machine.fire(ClientEvent.CLAIM)
-                return kept.token
+                if token is kept.tokens[-1]:
+                    self._kept = None
+                    self._machine.fire(ClientEvent.CLAIM)
+                return token
             if self.state in (ClientState.READY, ClientState.DRAWN):
                 # Every token is committed and nobody kept the logits of the last one.
-                self.lose("the logits of the last token are gone")
+                self.lose("the logits of the last token are gone" if self.committed == position else OVERRUN)
         if self.state is ClientState.LOST:
             await self._drop()
         if self.state is ClientState.COLD:
@@ -312,7 +311,7 @@ class ClientSession:
     async def _run(self, request: WorkRequest) -> frames.Token | None:
         """Send the chunks back to back, so that all stages work at once; take the replies in order."""
         work, window, pace, began = self._work, self._route.limits.window, self._route.pace, trio.current_time()
-        first = sent = work.committed
+        first, sent = work.committed, work.sent
         end, before = len(self.transcript), began
         several = end - first > pace.tokens
         token: frames.Token | None = None
@@ -336,11 +335,14 @@ class ClientSession:
                         pace.passed(chunk.tokens, now - before)
                     before = now
                     self._route.emit(PrefillProgress(self.id, chunk.end - first, end - first, now - began))
+                if chunk.end == end:
+                    break
         except BaseException:
             self._cancel_in_flight()
             raise
+        if self.state is ClientState.WORKING:
+            self._machine.fire(ClientEvent.GO_ON if work.untaken else ClientEvent.REPLIED)
         if first < end:
-            self._machine.fire(ClientEvent.REPLIED)
             self._report(end - first, trio.current_time() - began)
         return token
 
@@ -354,8 +356,8 @@ class ClientSession:
     # --- cancelling and losing ---
 
     def _cancel_in_flight(self) -> None:
-        """The caller is gone, or a reply was unusable: start nothing new; what is in flight drains."""
-        if self.state is not ClientState.WORKING:
+        """The caller is gone, or does something else, or a reply was unusable: start nothing new; what is in flight drains."""
+        if self.state not in (ClientState.WORKING, ClientState.AHEAD):
             return  # nothing was sent, or the session was lost or closed meanwhile
         if not self._work.untaken:
             self._machine.fire(ClientEvent.REPLIED)
@@ -367,26 +369,33 @@ class ClientSession:
         else:
             self._machine.fire(ClientEvent.CANCEL)
 
+    async def _settle(self) -> None:
+        """End a decode run that nobody waits for, and let drain what was cancelled."""
+        if self.state is ClientState.AHEAD:
+            self._cancel_in_flight()
+        if self.state in (ClientState.DRAINING, ClientState.DIVERGING):
+            await self._drain()
+
     async def _drain(self) -> None:
         """Take the replies to cancelled work; the session then stands where the last committed chunk ended."""
-        kept: KeptToken | None = None
         try:
             while self._work.untaken:
                 chunk, received = await self._work.next_reply(cancelled=True)
                 if isinstance(received.frame, frames.Token) and chunk.sampling is not None:
-                    kept = KeptToken(chunk.sampling, received.frame)
+                    earlier = () if self._kept is None else self._kept.tokens
+                    self._kept = KeptTokens(chunk.sampling, (*earlier, received.frame))
         except DgrError as error:
             self.lose(str(error))
             return
-        sent, self._sent_before = self._sent_before or self.transcript, []
-        self._kept = kept
+        before, self._before = self._before or self.transcript, []
+        kept = self._kept
         self._machine.fire(ClientEvent.REPLIED if kept is None else ClientEvent.KEPT)
-        committed = self._work.committed
-        self._route.emit(GenerationCancelled(self.id, committed))
-        if self.transcript[:committed] == sent[:committed]:
-            self._work.stand_at(self.transcript[:committed])
+        self._route.emit(GenerationCancelled(self.id, self.committed))
+        held = (before if kept is None else [*before[: kept.first], *kept.ids(0)])[: self.committed]
+        if can_go_on(self.transcript, held, kept):
+            self._work.stand_at(held)
         else:
-            self.lose("diverged")
+            self.lose(loss_of(self.transcript, before, held))
 
     def lose(self, reason: str) -> None:
         """State is lost on at least one stage: forget what is committed; the next use re-prefills."""
@@ -395,7 +404,7 @@ class ClientSession:
         self._machine.fire(ClientEvent.LOSE)
         if self._loss is None:
             self._loss = reason
-        self._sent_before = []
+        self._before = []
         self._kept = None
         self._work.forget(SessionLost(reason))
         self._route.emit(StateLost(self.id, reason))

@@ -121,7 +121,7 @@ class RequestTrace:
         if len(self.works) < _MOST:
             work = TracedWork(key.epoch, key.session, frame.seq, frame.expect.position, len(frame.tokens), now)
             self.works.append(work)
-            reply.on_set = partial(work.answered, reply)
+            reply.when_set(partial(work.answered, reply))
         else:
             self.unnoted += 1
         return reply

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 from attrs import frozen
 
-from dgr.client.events import Event
+from dgr.client.events import OVERRUN, Event
 from dgr.client.pace import ChunkPace
 from dgr.client.replies import ControlRequest, PendingReply, work_error
 from dgr.client.route_client import SessionLimits, Timeouts
 from dgr.client.tracing import RequestTrace
 from dgr.core.prefix import PrefixDigest
-from dgr.core.values import Expectation, Key, LogitsWanted, SamplingParams
+from dgr.core.values import DecodeRun, Expectation, Key, LogitsWanted, SamplingParams
 from dgr.errors import DgrError, SessionLost
+from dgr.protocol.runs import next_in_run
 from dgr.wire import frames
 from dgr.wire.framing import Received
 
-__all__ = ["Chunk", "KeptToken", "SessionRoute", "SessionWork", "WorkRequest"]
+__all__ = ["Chunk", "KeptTokens", "SessionRoute", "SessionWork", "WorkRequest", "can_go_on", "loss_of"]
 
 #: Replies that say that work was done.
 _RESULTS = (frames.Advanced, frames.Token, frames.Logits)
@@ -44,6 +46,8 @@ class SessionRoute(Protocol):
 
     def send_work(self, frame: frames.Tokens) -> PendingReply: ...
 
+    def await_work(self, frame: frames.Tokens) -> PendingReply: ...
+
     def cancel_work(self, session: int, last_seq: int) -> None: ...
 
     def fail_work(self, session: int, seq: int, error: DgrError) -> None: ...
@@ -62,6 +66,8 @@ class WorkRequest:
     #: Take rows of logits from position ``rows_from`` on: (position of the first row, little-endian float32).
     rows: Callable[[int, memoryview], None] | None = None
     rows_from: int = 0
+    #: Leave to decode on after that token.
+    run: DecodeRun | None = None
 
     @property
     def wants_output(self) -> bool:
@@ -78,11 +84,25 @@ class WorkRequest:
 
 
 @frozen
-class KeptToken:
-    """A token that was drawn for a caller who had gone, and what it was drawn with."""
+class KeptTokens:
+    """Tokens that were drawn for a caller who had gone, and what they were drawn with."""
 
     sampling: SamplingParams
-    token: frames.Token
+    #: One position after the other.
+    tokens: tuple[frames.Token, ...]
+
+    @property
+    def first(self) -> int:
+        """Position of the first."""
+        return self.tokens[0].position
+
+    def ids(self, begin: int) -> list[int]:
+        """Those from a position on."""
+        return [token.token for token in self.tokens if token.position >= begin]
+
+    def at(self, position: int) -> frames.Token | None:
+        """The token of a position, if it is among them."""
+        return next((token for token in self.tokens if token.position == position), None)
 
 
 @frozen
@@ -156,22 +176,44 @@ class SessionWork:
 
     def send(self, tokens: Sequence[int], logits: LogitsWanted, request: WorkRequest) -> None:
         """Send the next tokens of the transcript to the head. Raises :class:`WireError` when they cannot be sent."""
-        sampling = request.sampling if logits is LogitsWanted.LAST else None
+        draws = logits is LogitsWanted.LAST
+        run = request.run if draws else None
         frame = frames.Tokens(
             key=self._route.key(self._session),
             seq=self._seq + 1,
-            expect=Expectation(self._sent.position, self._sent.digest()),
+            expect=self._stands(),
             tokens=tuple(tokens),
             logits=logits,
-            sampling=sampling,
+            sampling=request.sampling if draws else None,
             trace=None if self.trace is None else self.trace.id,
+            run=run,
         )
-        send = self._route.send_work
+        self._await(frame, self._route.send_work)
+        self._seq = frame.seq + (0 if run is None else run.tokens)
+
+    def _stands(self) -> Expectation:
+        return Expectation(self._sent.position, self._sent.digest())
+
+    def _await(self, frame: frames.Tokens, send: Callable[[frames.Tokens], PendingReply]) -> None:
         reply = send(frame) if self.trace is None else self.trace.send(frame, send)
-        self._seq = frame.seq
-        self._sent.extend(tokens)
-        self.sent_in_all += len(tokens)
-        self._chunks.append(Chunk(frame.seq, len(tokens), self._sent.position, sampling, reply))
+        self._sent.extend(frame.tokens)
+        self.sent_in_all += len(frame.tokens)
+        self._chunks.append(Chunk(frame.seq, len(frame.tokens), self._sent.position, frame.sampling, reply))
+        if frame.run is not None:
+            reply.when_set(partial(self._follow, frame, reply))
+
+    def _follow(self, frame: frames.Tokens, reply: PendingReply) -> None:
+        """What the tail gives the head in a decode run is in flight as if it had been sent from here."""
+        value = reply.value
+        if isinstance(value, Received) and isinstance(value.frame, frames.Token) and value.frame.goes_on:
+            following = next_in_run(frame, value.frame.token, self._stands(), self._route.limits.n_ctx)
+            if following is not None:  # as the route has found
+                self._await(following, self._route.await_work)
+
+    def awaits(self, position: int, sampling: SamplingParams | None) -> bool:
+        """Whether the oldest work in flight draws the token of a position, in this way."""
+        chunk = self._chunks[0]
+        return chunk.end == position and chunk.sampling is not None and chunk.sampling == sampling
 
     async def next_reply(self, *, cancelled: bool = False) -> tuple[Chunk, Received]:
         """Take the reply to the oldest work in flight. Cancelled work may not have been run; its replies say so.
@@ -205,3 +247,15 @@ class SessionWork:
         self._committed = 0
         for chunk in chunks:
             self._route.fail_work(self._session, chunk.seq, error)
+
+
+def can_go_on(transcript: list[int], held: list[int], kept: KeptTokens | None) -> bool:
+    """Whether stages that hold ``held`` can go on with a transcript: to its end, or with a token of it that is kept."""
+    if len(transcript) >= len(held):
+        return transcript[: len(held)] == held
+    return kept is not None and kept.at(len(transcript)) is not None and held[: len(transcript)] == transcript
+
+
+def loss_of(transcript: list[int], before: list[int], held: list[int]) -> str:
+    """Why stages that hold ``held`` cannot go on with a transcript that was ``before``."""
+    return OVERRUN if len(held) > len(before) and transcript[: len(before)] == before else "diverged"

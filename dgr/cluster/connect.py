@@ -143,6 +143,7 @@ async def open_route(
     chunk_seconds: float = CHUNK_SECONDS,
     window: int | None = None,
     retries: int = 2,
+    ahead: int = 0,
     timeouts: Timeouts | None = None,
     mtp: None = None,
 ) -> AsyncIterator[Pipeline]:
@@ -150,9 +151,9 @@ async def open_route(
 
     ``model``: a GGUF whose vocabulary to use (default: the route file's ``model``); without one, prompts are token ids and
     answers have no text. ``policy``: links (default: TLS with the route file's credentials). ``chunk``, ``chunk_seconds``,
-    ``window``, ``retries``, ``timeouts``: as in :func:`~dgr.client.pipeline.open_pipeline_on`, which also says what is
-    raised when stages cannot be had. ``mtp`` is reserved: None. Raises :class:`~dgr.errors.InvalidRoute` for a bad route file,
-    :class:`~dgr.errors.ArtifactError` for a bad ``model``, :class:`~dgr.errors.MtpNotExecutable`, and
+    ``window``, ``retries``, ``ahead``, ``timeouts``: as in :func:`~dgr.client.pipeline.open_pipeline_on`, which also says what
+    is raised when stages cannot be had. ``mtp`` is reserved: None. Raises :class:`~dgr.errors.InvalidRoute` for a bad route
+    file, :class:`~dgr.errors.ArtifactError` for a bad ``model``, :class:`~dgr.errors.MtpNotExecutable`, and
     :class:`~dgr.errors.InputError` for any other value.
     """
     refuse_value("mtp", mtp)
@@ -174,6 +175,7 @@ async def open_route(
             chunk_seconds=chunk_seconds,
             window=window,
             retries=retries,
+            ahead=ahead,
             timeouts=timeouts,
         ) as pipeline:
             yield pipeline

@@ -54,6 +54,8 @@ class LocalCluster:
         self._nursery = nursery
         self._shards: dict[str, Shard] = {}
         self._scopes: dict[str, trio.CancelScope] = {}
+        #: Names of shards that are being started.
+        self._starting: set[str] = set()
         #: (stage, next stage) -> the link between them. Keyed by the shards themselves: a name may be taken over.
         self._boundaries: dict[tuple[Shard, Shard], Link] = {}
         self._dialing = trio.Lock()
@@ -69,12 +71,16 @@ class LocalCluster:
 
     async def start(self, name: str, engine: ShardEngine, policy: ShardPolicy | None = None) -> Shard:
         """Start a shard on an engine. The engine is stopped with the shard."""
-        if name in self._shards:
+        if name in self._shards or name in self._starting:
             engine.stop()
             raise InputError(f"a stage {name!r} runs here already; stop it first, or take another name")
         policy = ShardPolicy() if policy is None else policy
-        async with cancelled_first():
-            return await self._nursery.start(self._run, name, engine, policy)  # type: ignore[no-any-return]
+        self._starting.add(name)
+        try:
+            async with cancelled_first():
+                return await self._nursery.start(self._run, name, engine, policy)  # type: ignore[no-any-return]
+        finally:
+            self._starting.discard(name)
 
     async def _run(
         self,
@@ -268,6 +274,7 @@ async def open_pipeline(
     chunk_seconds: float = CHUNK_SECONDS,
     window: int | None = None,
     retries: int = 2,
+    ahead: int = 0,
     timeouts: Timeouts | None = None,
     on_shard: Callable[[Shard], None] | None = None,
     mtp: None = None,
@@ -281,7 +288,7 @@ async def open_pipeline(
     memory. ``memory_budget``: bytes, ``"24GiB"`` or ``"50%"`` of the machine for weights, state and compute buffers of all
     stages together, as far as they lie in the host's memory. ``placement``: the devices of each stage, and how many of its
     layers they hold. ``policy``: how
-    stages treat their sessions. ``chunk``, ``chunk_seconds``, ``window``, ``retries``, ``timeouts``: as in
+    stages treat their sessions. ``chunk``, ``chunk_seconds``, ``window``, ``retries``, ``ahead``, ``timeouts``: as in
     :func:`~dgr.client.pipeline.open_pipeline_on`. ``on_shard`` is called with every shard as it starts, to watch it.
     ``mtp`` is reserved: None.
 
@@ -340,6 +347,7 @@ async def open_pipeline(
                 chunk_seconds=chunk_seconds,
                 window=window,
                 retries=retries,
+                ahead=ahead,
                 timeouts=timeouts,
             ) as pipeline:
                 yield pipeline

@@ -15,7 +15,7 @@ from dgr.cluster.connect import LinkPolicy, arriving_limits, first_frame, open_g
 from dgr.cluster.visitors import VisitorLog, says_something
 from dgr.core.load import Side
 from dgr.errors import DgrError, FrameError, InputError, InvalidRoute, Overloaded
-from dgr.protocol.identity import check_alike, check_neighbours, check_wants
+from dgr.protocol.identity import check_alike, check_link, check_wants
 from dgr.protocol.limits import limits_of
 from dgr.protocol.lossless import require_packer
 from dgr.stage.shard import Shard
@@ -120,7 +120,7 @@ class StageServer:
         try:
             async with open_greeted(successor, self._policy, Hello(Role.STAGE, own, ours)) as (link, welcome, _):
                 check_alike(f"stage {successor}", welcome.identity, ours)
-                check_neighbours(ours, welcome.identity)
+                check_link(ours, welcome.identity)
                 self._next[own, successor] = link
                 started = True
                 task_status.started(link)
@@ -236,7 +236,7 @@ class StageServer:
             raise FrameError("a stage must say what it is: its Hello has no identity")
         host = "" if socket_path(hello.name) is not None else parse_address(hello.name)[0]
         check_alike(f"stage {hello.name}", hello.identity, ours)
-        check_neighbours(hello.identity, ours)
+        check_link(hello.identity, ours)
         names = peer_names(transport)
         if names is not None and not names_host(names, host):
             raise InvalidRoute(

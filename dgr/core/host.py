@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import platform
 import re
 import resource
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-__all__ = ["available_cpus", "available_memory", "memory_limits", "usable_memory"]
+__all__ = ["available_cpus", "available_memory", "cpu_flags", "cpu_name", "memory_limits", "usable_memory"]
 
 #: The file system in which ``proc`` and the mounts of control groups are looked up; tests have their own.
 _ROOT = Path("/")
@@ -96,6 +97,23 @@ def available_cpus() -> int:
         sizes = (_counted(group / name) for name in ("cpuset.cpus.effective", "cpuset.effective_cpus", "cpuset.cpus"))
         found += [size for size in sizes if size is not None][:1]
     return max(1, min(found))
+
+
+def _of_the_cpu(*names: str) -> str | None:
+    """What ``/proc/cpuinfo`` says of the first CPU under the first of some names."""
+    found = (line.partition(":") for line in _lines("proc/cpuinfo"))
+    return next((value.strip() for name, _, value in found if name.strip() in names), None)
+
+
+def cpu_name() -> str:
+    """The CPU as its maker calls it, else its architecture."""
+    return _of_the_cpu("model name") or platform.processor() or platform.machine()
+
+
+def cpu_flags() -> frozenset[str] | None:
+    """What the CPU can do, in the kernel's words (``avx2``, ``asimddp``); None where the kernel does not tell."""
+    flags = _of_the_cpu("flags", "Features")
+    return None if flags is None else frozenset(flags.split())
 
 
 def _limits(group: Path) -> Iterator[int]:

@@ -121,5 +121,10 @@ class Route:
         """Address of the stage after ``index``; empty for the tail."""
         return self.stages[index + 1].address if index + 1 < len(self.stages) else ""
 
+    def other_end(self, index: int) -> str:
+        """Address of the tail for the head, and of the head for the tail; empty for a stage between them."""
+        last = len(self.stages) - 1
+        return self.stages[last - index].address if index in (0, last) else ""
+
     def __str__(self) -> str:
         return " -> ".join(f"{stage.address}[{stage.layers}]" for stage in self.stages)

@@ -8,6 +8,7 @@ from msgspec import Meta
 
 __all__ = [
     "COMPONENTS_MAX",
+    "STOP_MAX",
     "TOP_MAX",
     "U32",
     "U63",
@@ -41,6 +42,8 @@ Address = Annotated[str, Meta(max_length=256)]
 Name = Annotated[str, Meta(max_length=128)]
 #: Top log-probabilities beside one token.
 TOP_MAX = 64
+#: Token ids that end a decode run.
+STOP_MAX = 8
 #: State components of one session; a stage of V4 owns at most seven.
 COMPONENTS_MAX = 16
 #: Token ids of one frame; the negotiated n_batch is the tighter limit.

@@ -13,12 +13,13 @@ from msgspec import Meta, Struct, field
 
 from dgr.core.arguments import check_flag, check_member, check_text, check_whole
 from dgr.core.route import LayerRange
-from dgr.core.scalars import COMPONENTS_MAX, TOP_MAX, U32, U63, Digest, Finite, Name, RouteId, TokenId
+from dgr.core.scalars import COMPONENTS_MAX, STOP_MAX, TOP_MAX, U32, U63, Digest, Finite, Name, RouteId, TokenId
 from dgr.errors import InputError
 
 __all__ = [
     "ComponentSummary",
     "ContextParams",
+    "DecodeRun",
     "Expectation",
     "Key",
     "LogitsWanted",
@@ -176,6 +177,15 @@ class SamplingParams(_Value, frozen=True):
     top_logprobs: Annotated[int, Meta(ge=0, le=TOP_MAX)] = 0
 
 
+class DecodeRun(_Value, frozen=True):
+    """Leave for the stages to decode on after a drawn token without being asked for the next one."""
+
+    #: Further tokens, at most.
+    tokens: Annotated[int, Meta(ge=1, le=2**32 - 1)]
+    #: After one of these the run ends.
+    stop: Annotated[tuple[TokenId, ...], Meta(max_length=STOP_MAX)] = ()
+
+
 class TopLogprob(_Value, frozen=True):
     """A candidate of the sampler: its token id and natural-log probability (before temperature)."""
 
@@ -208,7 +218,7 @@ class StageIdentity(_Value, frozen=True):
     components: Annotated[tuple[Name, ...], Meta(max_length=COMPONENTS_MAX)]
     #: Capability -> ``executable`` | ``reserved``.
     capabilities: Annotated[dict[Name, Name], Meta(max_length=64)] = field(default_factory=dict)
-    #: Version of dgr and of the native code behind it, e.g. ``0.1.0 llama.cpp 0c1e57098+d5786b98``.
+    #: Version of dgr and of the native code behind it, e.g. ``0.2.0 llama.cpp 0c1e57098+d5786b98``.
     runtime: Name = ""
     #: What may compute, preferred first, e.g. ``CUDA0 NVIDIA H200``; the CPU alone wherever numerics are exact.
     devices: Annotated[tuple[Name, ...], Meta(max_length=64)] = ()

@@ -11,6 +11,7 @@ from importlib.metadata import version
 from typing import Any, NoReturn
 
 from dgr.engine.address_space import check_address_space
+from dgr.engine.instruction_sets import check_cpu
 from dgr.errors import (
     ArtifactError,
     BudgetExceeded,
@@ -22,7 +23,16 @@ from dgr.errors import (
 )
 from dgr.v4.state_map import Component
 
-__all__ = ["Native", "NativeHandle", "build_info", "default_native", "kernel_fingerprint", "runtime_version"]
+__all__ = [
+    "ABI_VERSION",
+    "Native",
+    "NativeHandle",
+    "build_info",
+    "default_native",
+    "is_portable",
+    "kernel_fingerprint",
+    "runtime_version",
+]
 
 #: Address space of the probe graph, at most.
 _PROBE_BYTES = 64 << 20
@@ -39,7 +49,7 @@ _DEVICE_OPTIONS = tuple(
 _log = logging.getLogger("dgr.llama_cpp")
 
 #: The version of ``dgr_native.h`` that this package was written for.
-ABI_VERSION = 6
+ABI_VERSION = 7
 
 # ggml_log_level: 1 debug, 2 info, 3 warn, 4 error (5 continues a line and is folded in by the shim).
 _LEVELS = {1: logging.DEBUG, 2: logging.DEBUG, 3: logging.INFO, 4: logging.WARNING}
@@ -53,6 +63,7 @@ class Native:
         self.lib = module.lib
         _check_fit(module.__name__, "ABI version", self.lib.dgr_abi_version(), ABI_VERSION)
         _check_fit(module.__name__, "number of state components", self.lib.DGR_N_COMPONENTS, len(Component))
+        check_cpu(self.instruction_sets)
 
         @self.ffi.def_extern("dgr_py_log")  # type: ignore[untyped-decorator]
         def on_line(level: int, text: Any) -> None:
@@ -60,6 +71,11 @@ class Native:
             _log.log(_LEVELS.get(level, logging.DEBUG), "%s", line)
 
         self.lib.dgr_log_set(self.lib.dgr_py_log)
+
+    @property
+    def instruction_sets(self) -> tuple[str, ...]:
+        """What the kernels were compiled for, in ggml's names: ``AVX2``, ``AVX512_VNNI``, ``DOTPROD``, ..."""
+        return tuple(self.ffi.string(self.lib.dgr_instruction_sets()).decode().split())
 
     def check(self, status: int, what: str) -> None:
         """Raise the exception that a dgr_status means."""
@@ -104,6 +120,12 @@ def build_info() -> dict[str, Any]:
     native = default_native()
     info: dict[str, Any] = json.loads(native.ffi.string(native.lib.dgr_build_info()).decode())
     return info
+
+
+def is_portable() -> bool:
+    """Whether the kernels are for a class of CPUs (GGML_NATIVE=OFF), and not for the one that they were compiled on."""
+    said = [option for option in build_info()["ggml_options"].split() if option.startswith("GGML_NATIVE=")]
+    return bool(said) and said[-1].partition("=")[2].upper() in {"0", "OFF", "FALSE", "N", "NO"}
 
 
 def _of_the_cpu(info: dict[str, Any]) -> dict[str, Any]:

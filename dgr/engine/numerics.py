@@ -1,13 +1,14 @@
 """Which weight and K-cache types are exact on this machine, as the invariance suite found.
 
-``dgr selftest numerics`` runs the suite and records its verdict under the kernel fingerprint. Exact numerics run only with
-types the record names: a kernel that nobody tested here is not promised.
+``dgr selftest numerics`` runs the suite, for all types or for some, and adds its verdicts to the record of the kernel
+fingerprint. Exact numerics run only with types the record names: a kernel that nobody tested here is not promised.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -22,13 +23,14 @@ __all__ = [
     "cache_dir",
     "check_exact_types",
     "load_exactness_record",
+    "name_of",
     "record_target",
     "save_exactness_record",
 ]
 
 
 class ExactnessRecord(msgspec.Struct, frozen=True):
-    """The suite's verdict for one kernel fingerprint."""
+    """The suite's verdicts for one kernel fingerprint. A type that is neither exact nor a failure has not been tested."""
 
     fingerprint: str
     #: Weight types whose results do not depend on split, chunk, batch or threads.
@@ -37,8 +39,18 @@ class ExactnessRecord(msgspec.Struct, frozen=True):
     k_types: tuple[str, ...]
     #: Types that were found not to be exact, with what differed.
     failures: dict[str, str] = {}
-    #: What the suite could not test, and why.
-    notes: tuple[str, ...] = ()
+    #: Tests that could not be run, and why, by what they are of: ``weights bf16``, ``K cache f16``.
+    untested: dict[str, str] = {}
+
+    def knows(self, kind: Literal["weights", "k_cache"], label: str) -> bool:
+        """Whether there is a verdict on a type, by its :attr:`~dgr.gguf.types.GgmlType.label`."""
+        exact = self.weight_types if kind == "weights" else self.k_types
+        return label in exact or name_of(kind, label) in self.failures
+
+
+def name_of(kind: Literal["weights", "k_cache"], label: str) -> str:
+    """What a record calls a type under test."""
+    return f"{'weights' if kind == 'weights' else 'K cache'} {label}"
 
 
 def _path(fingerprint: str) -> Path:
@@ -85,22 +97,25 @@ def check_exact_types(weight_types: Iterable[str], type_k: str) -> None:
     if record is None:
         raise NumericsRefused(
             f"exact numerics have not been tested on these kernels (fingerprint {kernel_fingerprint()}); run"
-            " `dgr selftest numerics` once (about half a minute), or choose numerics = native"
+            " `dgr selftest numerics` once (about half a minute; with --model MODEL seconds, for its types alone), or choose"
+            " numerics = native"
         )
     if refused := sorted(set(weight_types) - set(record.weight_types)):
-        failed = [label for label in refused if f"weights {label}" in record.failures]
-        raise NumericsRefused(
-            f"weight types {', '.join(failed or refused)} {_verdict(bool(failed), many=True)} on this machine; exact are"
-            f" {', '.join(record.weight_types) or 'none'} (dgr selftest numerics); use such weights, or numerics = native"
-        )
+        failed = [label for label in refused if record.knows("weights", label)]
+        raise NumericsRefused(_refusal("weight", failed, refused, record.weight_types))
     if type_k not in record.k_types:
-        raise NumericsRefused(
-            f"K-cache type {type_k} {_verdict(f'K cache {type_k}' in record.failures)} on this machine; exact are"
-            f" {', '.join(record.k_types) or 'none'} (dgr selftest numerics); use one of them, or numerics = native"
-        )
+        failed = [type_k] if record.knows("k_cache", type_k) else []
+        raise NumericsRefused(_refusal("K-cache", failed, [type_k], record.k_types))
 
 
-def _verdict(failed: bool, *, many: bool = False) -> str:
+def _refusal(what: str, failed: list[str], refused: list[str], exact: tuple[str, ...]) -> str:
+    """Why types are refused: some were found not to be exact, or nobody has looked."""
     if failed:
-        return "are not exact" if many else "is not exact"
-    return "have not been tested" if many else "has not been tested"
+        verdict = ("is" if len(failed) == 1 else "are") + " not exact"
+        step = "use one of these, or numerics = native"
+    else:
+        verdict = ("has" if len(refused) == 1 else "have") + " not been tested"
+        step = f"run `dgr selftest numerics --types {','.join(refused)}` once (seconds), or choose numerics = native"
+    which = failed or refused
+    some = f"{what} type{'' if len(which) == 1 else 's'} {', '.join(which)}"
+    return f"{some} {verdict} on this machine; exact are {', '.join(exact) or 'none'}; {step}"

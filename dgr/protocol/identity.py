@@ -8,7 +8,7 @@ from dgr.core.mtp import CAPABILITY, CONTRACT, asks_for_mtp, not_executable, ref
 from dgr.core.values import ContextParams, StageIdentity
 from dgr.errors import InvalidRoute
 
-__all__ = ["check_alike", "check_neighbours", "check_wants"]
+__all__ = ["check_alike", "check_link", "check_neighbours", "check_wants"]
 
 #: What every stage of a route shares; the words are what a refusal calls it.
 _SHARED: Mapping[str, str] = {
@@ -50,6 +50,12 @@ def check_neighbours(before: StageIdentity, after: StageIdentity) -> None:
         raise InvalidRoute(
             f"layers {before.layers} send {before.width_out} floats a token, {after.layers} take {after.width_in}"
         )
+
+
+def check_link(before: StageIdentity, after: StageIdentity) -> None:
+    """Refuse a link from one stage to another that does not come next on any ring: after a tail comes a head."""
+    if not (before.is_tail and after.is_head):
+        check_neighbours(before, after)
 
 
 def check_wants(wants: tuple[str, ...], identity: StageIdentity) -> None:

@@ -92,11 +92,14 @@ class ClientState(Enum):
     READY = "ready"
     #: Work is in flight.
     WORKING = "working"
+    #: A decode run goes on, and nobody waits for its next token.
+    AHEAD = "ahead"
     #: Cancelled: what is in flight drains, nothing new starts.
     DRAINING = "draining"
     #: The same, and the transcript was rewritten meanwhile: whether what was sent still counts is known at the end.
     DIVERGING = "diverging"
-    #: As READY, and the token after the last one was drawn for a caller who had gone: it is kept for the next.
+    #: As READY, and tokens after the last one were drawn for a caller who had gone: they are kept for the next. The stages hold
+    #: all of them but the last.
     DRAWN = "drawn"
     #: State is lost on at least one stage; it is dropped on all before anything else.
     LOST = "lost"
@@ -111,13 +114,15 @@ class ClientEvent(Enum):
     SEND = "send"
     #: The last chunk in flight was replied to.
     REPLIED = "replied"
-    #: The caller gave up on a reply.
+    #: The reply came that was waited for, and the decode run goes on.
+    GO_ON = "go on"
+    #: The caller gave up on a reply, or does something else in a decode run.
     CANCEL = "cancel"
     #: The transcript was rewritten and no longer begins with what was sent.
     DIVERGE = "diverge"
     #: The last chunk in flight was replied to with a token, after its caller had gone.
     KEPT = "kept"
-    #: A caller took the token that was kept.
+    #: A caller took the last token that was kept, or waits for the next one of a decode run.
     CLAIM = "claim"
     #: A miss, a refusal, a dead link, a missed deadline or a route change.
     LOSE = "lose"
@@ -190,9 +195,14 @@ CLIENT_SESSION: Table[ClientState, ClientEvent] = Table(
         (ClientState.READY, ClientEvent.CLOSE): ClientState.CLOSED,
         (ClientState.WORKING, ClientEvent.SEND): ClientState.WORKING,
         (ClientState.WORKING, ClientEvent.REPLIED): ClientState.READY,
+        (ClientState.WORKING, ClientEvent.GO_ON): ClientState.AHEAD,
         (ClientState.WORKING, ClientEvent.CANCEL): ClientState.DRAINING,
         (ClientState.WORKING, ClientEvent.LOSE): ClientState.LOST,
         (ClientState.WORKING, ClientEvent.CLOSE): ClientState.CLOSED,
+        (ClientState.AHEAD, ClientEvent.CLAIM): ClientState.WORKING,
+        (ClientState.AHEAD, ClientEvent.CANCEL): ClientState.DRAINING,
+        (ClientState.AHEAD, ClientEvent.LOSE): ClientState.LOST,
+        (ClientState.AHEAD, ClientEvent.CLOSE): ClientState.CLOSED,
         (ClientState.DRAINING, ClientEvent.REPLIED): ClientState.READY,
         (ClientState.DRAINING, ClientEvent.KEPT): ClientState.DRAWN,
         (ClientState.DRAINING, ClientEvent.DIVERGE): ClientState.DIVERGING,

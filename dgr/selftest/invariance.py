@@ -3,7 +3,7 @@
 A small model per type (five layers: window-only, CSA and HCA, routed by token id and by router) runs one prompt in
 exact numerics as one batch, in chunks, token by token, in pieces of drawn lengths, beside other sequences, split into
 stages, and on more threads. Every row of logits must have the same bytes. A type that passes is exact on these kernels;
-``dgr selftest numerics`` records it.
+``dgr selftest numerics`` adds it to the record of these kernels, which names the types that were tested.
 
 Weight types are run with an f16 K cache, K-cache types with f32 weights: the two never meet in one kernel.
 """
@@ -15,10 +15,10 @@ import logging
 import random
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 from attrs import frozen
 from msgspec.structs import replace
@@ -29,47 +29,19 @@ from dgr.engine.base import Work
 from dgr.engine.budget import available_cpus
 from dgr.engine.native import kernel_fingerprint
 from dgr.engine.numerics import ExactnessRecord
-from dgr.errors import DgrError, InputError, NonFinite
-from dgr.gguf.types import GgmlType, parse_type
+from dgr.errors import DgrError, NonFinite
+from dgr.selftest.cases import ESSENTIAL, K_TYPES, WEIGHT_TYPES, Case, select
 from dgr.selftest.chain import Chain, cut_at, some_tokens
 from dgr.selftest.fixture import cached_fixture
-from dgr.selftest.fixture.presets import BLOCK_TYPES
 from dgr.selftest.llama_chain import open_chain
 
-__all__ = [
-    "ESSENTIAL",
-    "K_TYPES",
-    "THREADS_NOTE",
-    "WEIGHT_TYPES",
-    "Case",
-    "Report",
-    "Verdict",
-    "exactness_record",
-    "run_suite",
-    "select",
-]
-
-#: What the files consist of that most people run.
-_COMMON = (
-    GgmlType.F32, GgmlType.F16, GgmlType.BF16, GgmlType.Q8_0, GgmlType.MXFP4, GgmlType.IQ2_XXS, GgmlType.Q2_K,
-    GgmlType.Q4_K, GgmlType.Q6_K,
-)  # fmt: skip
-#: Every weight type a model can be written in, the common ones first.
-WEIGHT_TYPES = tuple(kind.label for kind in (*_COMMON, *sorted(BLOCK_TYPES.difference(_COMMON))))
-#: K-cache types the engine knows.
-K_TYPES = ("f16", "f32", "q8_0")
-#: (kind, type) that must be exact, or dgr is broken on this machine.
-ESSENTIAL = (("weights", "f32"), ("k_cache", "f16"))
+__all__ = ["THREADS_NOTE", "Report", "Verdict", "exactness_record", "run_suite"]
 
 #: SWA, SWA and CSA routed by token id; HCA and CSA routed by the router.
 _LAYERS = 5
 _CUT = 3
 #: n_ubatch sets the ring of raw K: 512 cells here, enough for the kernels that upstream takes from 512 keys on.
 _CONTEXT = ContextParams(n_ctx=1024, n_batch=1024, n_ubatch=256)
-#: Tokens for a weight type: more than 64 rows in a batch, more compressed rows than the indexer selects, an HCA block.
-_SHORT = 160
-#: Tokens for a K-cache type: the ring of raw K wraps, and there are several HCA blocks.
-_LONG = 544
 #: The longest of pieces of drawn lengths: past 64, where tiles of attention begin.
 _ODD = 67
 #: Tokens that end a threaded run one by one.
@@ -80,40 +52,10 @@ _BUSY_SECONDS = 2.0
 #: Seconds after which no further type is run on several threads.
 _THREADS_BUDGET = 15.0
 
-#: How a note on types begins that were not run on several threads; other notes are on what was not run at all.
-THREADS_NOTE = "several threads"
+#: How the reason begins why a type was run on one thread alone; other reasons are why it was not run at all.
+THREADS_NOTE = "several threads not tested"
 
 _upstream_log = logging.getLogger("dgr.llama_cpp")
-
-
-@frozen
-class Case:
-    """One type under test."""
-
-    kind: Literal["weights", "k_cache"]
-    #: The type, as :attr:`dgr.gguf.types.GgmlType.label` says it.
-    label: str
-
-    @property
-    def weights(self) -> str:
-        return self.label.lower() if self.kind == "weights" else "f32"
-
-    @property
-    def n_tokens(self) -> int:
-        return _SHORT if self.kind == "weights" else _LONG
-
-    @property
-    def chunks(self) -> tuple[int, ...]:
-        return (5, 1) if self.kind == "weights" else (64, 5, 1)
-
-    @property
-    def runs_without_flash(self) -> bool:
-        """Whether attention without the flash kernels is run too; upstream cannot with a quantised cache."""
-        return self.kind == "k_cache" and self.label in ("f16", "f32")
-
-    @property
-    def context(self) -> ContextParams:
-        return replace(_CONTEXT, type_k=self.label if self.kind == "k_cache" else "f16")
 
 
 @frozen
@@ -145,27 +87,21 @@ class Report:
 
     fingerprint: str
     verdicts: tuple[Verdict, ...]
-    #: What was not tested, and why.
-    notes: tuple[str, ...]
+    #: What was not tested, and why, by :attr:`Case.name`.
+    untested: Mapping[str, str]
     seconds: float
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """The same for people: a line for every reason."""
+        whys = dict.fromkeys(self.untested.values())
+        of = {why: ", ".join(name for name, found in self.untested.items() if found == why) for why in whys}
+        return tuple(f"{names}: {why}" for why, names in of.items())
 
     @property
     def passed(self) -> bool:
         """Whether the essential types that were to be tested are exact."""
         return all(verdict.exact for verdict in self.verdicts if (verdict.case.kind, verdict.case.label) in ESSENTIAL)
-
-
-def select(types: Iterable[str] | None = None) -> tuple[Case, ...]:
-    """The cases for some types by name (all types by default); a name that is both a weight and a K type stands for two."""
-    wanted = None if types is None else {parse_type(name).label for name in types}
-    known = [Case("k_cache", label) for label in K_TYPES] + [Case("weights", label) for label in WEIGHT_TYPES]
-    cases = tuple(case for case in known if wanted is None or case.label in wanted)
-    if wanted is not None and (missing := wanted - {case.label for case in cases}):
-        raise InputError(
-            f"no model can be written with weights of type {', '.join(sorted(missing))}; choose from"
-            f" {', '.join(WEIGHT_TYPES)}"
-        )
-    return cases
 
 
 # --- one way to run a prompt each -------------------------------------------------------------------------------------
@@ -261,7 +197,7 @@ class _Run:
     def __init__(self, case: Case, numerics: Numerics, chains: _Chains) -> None:
         self.case = case
         self._chains = chains
-        self.context = replace(case.context, numerics=numerics)
+        self.context = replace(_CONTEXT, type_k=case.type_k, numerics=numerics)
         self.differences: list[str] = []
         self.untested: str | None = None
         self.threads: list[int] = []
@@ -367,15 +303,15 @@ class _Run:
 
 def _run_threads(
     runs: Sequence[_Run], n_cpus: int, finished: Callable[[Verdict], None], pool: ThreadPoolExecutor
-) -> list[str]:
-    """Run each case on several threads, alone on the machine; returns notes on what was left out.
+) -> dict[str, str]:
+    """Run each case on several threads, alone on the machine; returns what was left out, and why.
 
     In the pool: the main thread only waits, so that it hears an interrupt.
     """
     counts = [count for count in (2, 3) if count == 2 or count < n_cpus]
     deadline = time.monotonic() + _THREADS_BUDGET
     why = None if n_cpus >= 2 else "this process may use one CPU only"
-    skipped = []
+    untested = {}
     for run in runs:
         for threads in counts if run.reference and run.untested is None else ():
             if why is None and time.monotonic() > deadline:
@@ -383,22 +319,22 @@ def _run_threads(
             if why is None:
                 why = pool.submit(run.several_threads, threads).result()
             if why is not None:
-                skipped.append(run.case.label)
+                untested[run.case.name] = f"{THREADS_NOTE}: {why}"
                 break
+        if run.untested is not None:
+            untested[run.case.name] = f"not tested: {run.untested}"
         finished(run.verdict())
-    untested = [f"{_name(run.case)}: not tested: {run.untested}" for run in runs if run.untested is not None]
-    threads_of = ", ".join(dict.fromkeys(skipped))
-    return untested + ([f"{THREADS_NOTE}: not tested for {threads_of}: {why}"] if skipped else [])
+    return untested
 
 
 def run_suite(
-    types: Iterable[str] | None = None,
+    types: Iterable[str | Case] | None = None,
     *,
     workers: int | None = None,
     finished: Callable[[Verdict], None] | None = None,
     numerics: Numerics = Numerics.EXACT,
 ) -> Report:
-    """Run the suite for some types (all by default); ``finished`` is called with every verdict.
+    """Run the suite for some types, or cases of them (all by default); ``finished`` is called with every verdict.
 
     ``workers``: cases run at a time (default: one per CPU, at most four). ``numerics`` other than exact shows what the
     suite would find without the reference kernels.
@@ -410,14 +346,14 @@ def run_suite(
         try:
             for done in [pool.submit(run.single_thread) for run in runs]:
                 done.result()
-            notes = _run_threads(runs, n_cpus, finished or (lambda _: None), pool)
+            untested = _run_threads(runs, n_cpus, finished or (lambda _: None), pool)
         except BaseException:  # an interrupt: leaving the pool would wait for all that was submitted
             _upstream_log.disabled = True
             chains.end()
             pool.shutdown(cancel_futures=True)
             _upstream_log.disabled = False
             raise
-    return Report(kernel_fingerprint(), tuple(run.verdict() for run in runs), tuple(notes), time.monotonic() - began)
+    return Report(kernel_fingerprint(), tuple(run.verdict() for run in runs), untested, time.monotonic() - began)
 
 
 def exactness_record(report: Report, previous: ExactnessRecord | None = None) -> ExactnessRecord:
@@ -430,20 +366,19 @@ def exactness_record(report: Report, previous: ExactnessRecord | None = None) ->
     known = [verdict for verdict in report.verdicts if verdict.is_known]
     tested = {(verdict.case.kind, verdict.case.label) for verdict in known}
     exact = {(verdict.case.kind, verdict.case.label) for verdict in known if verdict.exact}
-    failures = {_name(verdict.case): "; ".join(verdict.differences) for verdict in known if verdict.differences}
+    failures = {verdict.case.name: "; ".join(verdict.differences) for verdict in known if verdict.differences}
+    untested = dict(report.untested)
     if previous is not None:
         exact |= {("weights", label) for label in previous.weight_types} - tested
         exact |= {("k_cache", label) for label in previous.k_types} - tested
-        again = {_name(verdict.case) for verdict in known}
+        again = {verdict.case.name for verdict in known}
         failures |= {name: text for name, text in previous.failures.items() if name not in again}
+        again |= {verdict.case.name for verdict in report.verdicts}
+        untested |= {name: why for name, why in previous.untested.items() if name not in again}
     return ExactnessRecord(
         report.fingerprint,
         tuple(label for label in WEIGHT_TYPES if ("weights", label) in exact),
         tuple(label for label in K_TYPES if ("k_cache", label) in exact),
         failures,
-        report.notes,
+        untested,
     )
-
-
-def _name(case: Case) -> str:
-    return f"{'weights' if case.kind == 'weights' else 'K cache'} {case.label}"

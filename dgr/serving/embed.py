@@ -146,6 +146,7 @@ class EmbeddedSession:
         max_tokens: int | None = None,
         sampling: SamplingParams | None = None,
         stop: Sequence[int] | None = None,
+        ahead: int | None = None,
     ) -> EmbeddedGeneration:
         """Take a turn; await this, then iterate over the answer's tokens.
 
@@ -155,7 +156,7 @@ class EmbeddedSession:
 
         async def begin() -> Generation:
             return self._session.generate(
-                prompt, transcript=transcript, max_tokens=max_tokens, sampling=sampling, stop=stop
+                prompt, transcript=transcript, max_tokens=max_tokens, sampling=sampling, stop=stop, ahead=ahead
             )
 
         return EmbeddedGeneration(self, await self._bridge.call(begin))

@@ -40,6 +40,7 @@ from dgr.serving.jobs import Counters, Job, Phase, ServingLimits, Usage
 from dgr.serving.line import Line, Place
 from dgr.serving.sessions import KeptSession, Miss, SessionPool, Turn
 from dgr.serving.shared import SharedPrompt
+from dgr.wire.nurseries import open_nursery
 
 __all__ = ["Answer", "Job", "Phase", "ServingEngine", "ServingLimits", "Usage", "open_serving"]
 
@@ -160,8 +161,9 @@ class Answer:
             raise NotServing(f"the stages serve others as well and have no slot left: {error}", _SOON) from error
         except (DeadlineExceeded, ClosedError, PrefillFailed) as error:
             raise NotServing(f"the route does not answer: {error}", _SOON) from error
-        if token is None:  # the context is full
-            self.finish_reason = "length"
+        if token is None:  # ended by a token, or the context is full
+            ended = None if self._generation is None else self._generation.finish_reason
+            self.finish_reason = "stop" if ended == "stop" else "length"
         elif token.id in self.job.stop and self.usage.completion >= self.job.min_tokens:
             self.finish_reason = "stop"
         else:
@@ -186,7 +188,15 @@ class Answer:
                 self.kept.unfinished = turn
         self._turn, self._told = turn, 0
         told = [token.id for token in turn.drawn]
-        self._generation = session.generate(transcript=[*job.prompt, *told], sampling=turn.sampling, stop=())
+        # Before min_tokens an end is none; the stages would take it for one.
+        stop, ahead = ((), 0) if job.min_tokens else (sorted(job.stop), self._serving.limits.ahead)
+        self._generation = session.generate(
+            transcript=[*job.prompt, *told],
+            max_tokens=max(job.max_tokens - len(told), 0),
+            sampling=turn.sampling,
+            stop=stop,
+            ahead=0 if job.ends_early else ahead,
+        )
 
     async def _take_session(self) -> None:
         """The session in which it was left, a copy of what another choice evaluated, or what the pool has."""
@@ -265,7 +275,7 @@ class Answer:
 class ServingEngine:
     """Answers many clients over one pipeline. Made by :func:`open_serving`."""
 
-    def __init__(self, pipeline: Pipeline, limits: ServingLimits) -> None:
+    def __init__(self, pipeline: Pipeline, limits: ServingLimits, nursery: trio.Nursery) -> None:
         n_seq_max, n_ctx = pipeline.context.n_seq_max, pipeline.context.n_ctx
         slots = n_seq_max - (limits.prefixes or 0) if limits.sessions is None else limits.sessions
         prefixes = max(n_seq_max - slots, 0) if limits.prefixes is None else limits.prefixes
@@ -278,7 +288,7 @@ class ServingEngine:
         self.pipeline = pipeline
         self.limits = limits
         self.line = Line(slots, limits.max_waiting, tokens)
-        self.sessions = SessionPool(pipeline, slots + prefixes, prefixes)
+        self.sessions = SessionPool(pipeline, slots + prefixes, prefixes, nursery)
         self.counters = Counters()
         self._answers: set[Answer] = set()
         self._draining = False
@@ -377,9 +387,10 @@ class ServingEngine:
 @asynccontextmanager
 async def open_serving(pipeline: Pipeline, limits: ServingLimits | None = None) -> AsyncIterator[ServingEngine]:
     """Serve a pipeline; leaving the block drops the kept sessions. Raises :class:`~dgr.errors.InputError`."""
-    serving = ServingEngine(pipeline, limits or ServingLimits())
-    try:
-        yield serving
-    finally:
-        with trio.CancelScope(shield=True):
-            await serving.sessions.aclose()
+    async with open_nursery() as nursery:
+        serving = ServingEngine(pipeline, limits or ServingLimits(), nursery)
+        try:
+            yield serving
+        finally:
+            with trio.CancelScope(shield=True):
+                await serving.sessions.aclose()

@@ -6,6 +6,8 @@ from enum import StrEnum
 
 from attrs import define, field, frozen
 
+from dgr.client.generation import MOST_AHEAD
+from dgr.core.arguments import check_whole
 from dgr.core.values import SamplingParams
 from dgr.errors import InputError
 from dgr.serving.shared import SharedPrompt
@@ -28,8 +30,11 @@ class ServingLimits:
     max_waiting_tokens: int | None = None
     #: Seconds from admission to the last token.
     deadline: float = 1800.0
+    #: Tokens of an answer that the stages may draw before they are asked for.
+    ahead: int = 0
 
     def __attrs_post_init__(self) -> None:
+        check_whole("ahead", self.ahead, 0, MOST_AHEAD)
         if min(self.max_waiting, self.max_waiting_tokens or 0, self.prefixes or 0) < 0 or not self.deadline > 0:
             raise InputError(f"limits of a server cannot be negative, and its deadline must be above 0: {self}")
 
@@ -45,6 +50,8 @@ class Job:
     stop: frozenset[int] = frozenset()
     #: Tokens drawn before one of ``stop`` ends the answer; an earlier one is part of it.
     min_tokens: int = 0
+    #: Whether its reader may find it complete before one of those: what is drawn ahead would be drawn in vain.
+    ends_early: bool = False
     #: Whether whoever asks chose the seed. If not, an answer that was left may be gone on with under its own.
     seeded: bool = True
     #: What it has in common with other jobs of the same prompt, which is evaluated once for all.

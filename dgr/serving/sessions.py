@@ -102,10 +102,10 @@ class SessionPool:
     """At most ``size`` sessions and prefixes of one pipeline. :meth:`take` is for at most ``size - prefixes`` callers at once.
 
     ``prefixes``: places that prefixes do not have to give to sessions. Places that nobody has taken yet are anybody's. Who
-    makes room is, of the kind that has more than its places, the one that was not used for longest.
+    makes room is, of the kind that has more than its places, the one that was not used for longest. ``nursery`` outlives it.
     """
 
-    def __init__(self, pipeline: Pipeline, size: int, prefixes: int = 0) -> None:
+    def __init__(self, pipeline: Pipeline, size: int, prefixes: int, nursery: trio.Nursery) -> None:
         self.misses: Counter[Miss] = Counter()
         self.hits = 0
         #: Of the hits, answers that went on where their client had left an earlier try.
@@ -114,6 +114,8 @@ class SessionPool:
         self.stored = self.copied = self.refused = 0
         self._pipeline = pipeline
         self._size = size
+        #: Where sessions are closed whose callers have left.
+        self._nursery = nursery
         self.places_of_prefixes = prefixes
         #: Least recently used first.
         self._kept: list[KeptSession] = []
@@ -190,10 +192,24 @@ class SessionPool:
         self._kept.append(made)  # before any wait: nobody else may count on this place
         if gone is not None:
             try:
-                await gone.aclose()
+                await self._drop(gone)
             except BaseException:
                 self.give_back(made)
                 raise
+
+    async def _drop(self, gone: KeptSession) -> None:
+        """Have a session closed, and wait for that; when the caller leaves before, at its deadline, it goes on behind it."""
+        begun, closed = trio.Event(), trio.Event()
+
+        async def close() -> None:
+            begun.set()  # whoever waits for it runs when the stages have been told, so before they are asked for another one
+            await gone.aclose()
+            closed.set()
+
+        self._nursery.start_soon(close)
+        with trio.CancelScope(shield=True):
+            await begun.wait()
+        await closed.wait()
 
     # --- prefixes ---
 
@@ -225,14 +241,21 @@ class SessionPool:
 
     async def _copy(self, source: KeptSession, gone: KeptSession | None) -> KeptSession:
         """Copy a state into the place of another one, or into one that nobody has. Raises what a fork raises."""
-        place = KeptSession(source.session, source.session.fork(), in_use=True)
+        target = self._pipeline.fork_target()
+        place = KeptSession(source.session, target, in_use=True)
         if gone is not None:
             self._kept.remove(gone)
         self._kept.append(place)  # before any wait: nobody else may count on this place
         try:
             if gone is not None:
-                await gone.aclose()
-            place.session = await place._block.__aenter__()
+                await self._drop(gone)
+            copy = await target.__aenter__()
+            try:
+                await copy.begin_as(source.session)
+            except BaseException:
+                await self._drop(place)
+                raise
+            place.session = copy
         except BaseException:
             self._forget(place)
             raise

@@ -20,6 +20,7 @@ from dgr.engine.base import Work
 from dgr.errors import DgrError, EngineError, InputError, NonFinite, WireError
 from dgr.protocol.limits import INBOX
 from dgr.protocol.lossless import unpacked
+from dgr.protocol.runs import next_in_run
 from dgr.protocol.sampling import sampling_problem
 from dgr.protocol.states import SESSION, SessionEvent, SessionState
 from dgr.stage.ledger import Lease
@@ -35,8 +36,18 @@ _EXPIRY_PAUSE = 0.01
 
 WorkFrame = Tokens | Boundary
 
-#: A work frame, its payload, what to call when the frame has been handled, and when it came.
-_Delivery = tuple[WorkFrame, memoryview | None, Callable[[], None], float]
+
+@frozen
+class _Delivery:
+    """A work frame that came."""
+
+    frame: WorkFrame
+    payload: memoryview | None
+    #: To be called when the frame has been handled.
+    consumed: Callable[[], None]
+    came: float
+    #: It goes on with a decode run.
+    from_tail: bool
 
 
 #: What a session tells the pipeline that owns it.
@@ -55,6 +66,9 @@ Reply = Callable[[SessionReply, memoryview | bytes | None], Awaitable[None]]
 
 #: How a boundary gets to the next stage. Raises :class:`WireError` when it cannot.
 Forward = Callable[[Boundary, memoryview | bytes], Awaitable[None]]
+
+#: How the next work of a decode run gets from the tail to the head; False when it cannot.
+PassOn = Callable[[Tokens], bool]
 
 
 @frozen
@@ -87,6 +101,7 @@ class SessionActor:
         description: StageIdentity,
         reply: Reply,
         forward: Forward,
+        pass_on: PassOn,
         ring: int,
         on_end: Callable[[SessionActor], None],
         note: Callable[[WorkRecord], None],
@@ -99,6 +114,10 @@ class SessionActor:
         #: Why the session ended, for later frames; None when its pipeline closed it.
         self.end_reason: Miss | None = None
         self.last_active = trio.current_time()
+        #: On a tail, what the head was given in a decode run and has not sent on yet: its sequence number.
+        self.passed_on: int | None = None
+        #: The last work that was committed: what comes from the tail must be what follows it.
+        self._done: WorkFrame | None = None
         #: Whether rows of logits were wanted of it: what came before was a prefill.
         self.answered = False
         self._first_seq = first_seq
@@ -107,6 +126,7 @@ class SessionActor:
         self._description = description
         self._reply = reply
         self._forward = forward
+        self._pass_on = pass_on
         self._ring = ring
         self._on_end = on_end
         #: Takes what was noted of traced work.
@@ -147,11 +167,13 @@ class SessionActor:
 
     # --- the interface of the supervisor ---
 
-    def deliver(self, frame: WorkFrame, payload: memoryview | None, consumed: Callable[[], None]) -> bool:
+    def deliver(
+        self, frame: WorkFrame, payload: memoryview | None, consumed: Callable[[], None], *, from_tail: bool = False
+    ) -> bool:
         """Queue work; False when the inbox is full. ``consumed`` is called when the frame has been handled."""
         now = trio.current_time()
         try:
-            self._send.send_nowait((frame, payload, consumed, now))
+            self._send.send_nowait(_Delivery(frame, payload, consumed, now, from_tail))
         except trio.WouldBlock:
             return False
         self._undone += 1
@@ -232,15 +254,16 @@ class SessionActor:
 
     async def _serve(self) -> None:
         while True:
-            frame, payload, consumed, came = await self._receive.receive()
+            delivery = await self._receive.receive()
             try:
-                if frame.trace is None:
-                    await self._handle(frame, payload)
+                if delivery.frame.trace is None:
+                    await self._handle(delivery)
                 else:
-                    await self._handle_traced(frame, payload, came)
+                    await self._handle_traced(delivery)
             finally:
                 self._undone -= 1
-                consumed()
+                delivery.consumed()
+            del delivery  # or its payload would live until the next one comes
             self.last_active = trio.current_time()
 
     def _drop_queued(self) -> None:
@@ -250,30 +273,40 @@ class SessionActor:
         """
         while True:
             try:
-                _frame, _payload, consumed, _came = self._receive.receive_nowait()
+                self._receive.receive_nowait().consumed()
             except trio.WouldBlock:
                 return
-            consumed()
 
-    async def _handle_traced(self, frame: WorkFrame, payload: memoryview | None, came: float) -> None:
-        times = StepTimes(came, trio.current_time())
+    async def _handle_traced(self, delivery: _Delivery) -> None:
+        times = StepTimes(delivery.came, trio.current_time())
         try:
-            await self._handle(frame, payload, times)
+            await self._handle(delivery, times)
         finally:
             if times.batch_items:
-                self._note(times.record(frame))
+                self._note(times.record(delivery.frame))
 
-    async def _handle(self, frame: WorkFrame, payload: memoryview | None, times: StepTimes | None = None) -> None:
+    async def _handle(self, delivery: _Delivery, times: StepTimes | None = None) -> None:
+        frame = delivery.frame
+        if self.passed_on is not None and frame.seq >= self.passed_on:
+            self.passed_on = None
         if frame.seq < self._first_seq:
             return  # a late frame of an earlier life; nobody waits for its answer
         if frame.seq <= self._cancelled_through:
             await self._reply(frames.WorkSkipped(self.key, frame.seq, self.position), None)
         elif (reason := self._missing(frame)) is not None:
             await self._reply(frames.CacheMiss(self.key, frame.seq, reason, self.position), None)
+        elif delivery.from_tail and not self._was_granted(frame):
+            await self._refuse(frame, Refusal.PROTOCOL, "the tail goes on further than it was granted, or otherwise")
         elif (problem := self._unacceptable(frame)) is not None:
             await self._refuse(frame, Refusal.INPUT, problem)
         else:
-            await self._step(frame, payload, times)
+            await self._step(frame, delivery.payload, times)
+
+    def _was_granted(self, frame: WorkFrame) -> bool:
+        """Whether work that the tail sends is what follows the last one in its decode run."""
+        if self._done is None or len(frame.tokens) != 1:
+            return False
+        return frame == next_in_run(self._done, frame.tokens[0], frame.expect, self._description.context.n_ctx)
 
     def _missing(self, frame: WorkFrame) -> Miss | None:
         """Why the session does not hold what the frame expects."""
@@ -332,6 +365,7 @@ class SessionActor:
         else:
             self._machine.fire(SessionEvent.COMMITTED)
             self._prefix.extend(frame.tokens)
+            self._done = frame
             self.answered = self.answered or frame.logits != LogitsWanted.NONE
             if times is not None:
                 times.sent = trio.current_time()
@@ -342,14 +376,15 @@ class SessionActor:
         if output.residual is not None:
             size = memoryview(output.residual).nbytes
             boundary = Boundary(
-                key, seq, frame.expect, frame.tokens, frame.logits, frame.sampling, payload=size, trace=frame.trace
+                key, seq, frame.expect, frame.tokens, frame.logits, frame.sampling, size, frame.trace, frame.run
             )
             try:
                 await self._forward(boundary, output.residual)
             except WireError as error:
                 await self._poison(frame, Refusal.SUCCESSOR, str(error))
         elif result.token is not None:
-            await self._reply(frames.Token(key, seq, self.position, result.token, result.top), None)
+            goes_on = self._go_on(frame, result.token)
+            await self._reply(frames.Token(key, seq, self.position, result.token, result.top, goes_on), None)
         elif output.logits is not None:
             size = memoryview(output.logits).nbytes
             n_rows = size // (4 * self._description.n_vocab)
@@ -357,9 +392,21 @@ class SessionActor:
         else:
             await self._reply(frames.Advanced(key, seq, self.position), None)
 
+    def _go_on(self, frame: WorkFrame, token: int) -> bool:
+        """Give the head the next work of a decode run, if there is any and it can be had."""
+        if frame.run is None or frame.seq <= self._cancelled_through:
+            return False
+        expect = Expectation(self.position, self.digest)
+        following = next_in_run(frame, token, expect, self._description.context.n_ctx)
+        if following is None or not self._pass_on(following):
+            return False
+        self.passed_on = following.seq
+        return True
+
     async def _poison(self, frame: WorkFrame, code: Refusal, message: str) -> None:
         """The session is lost: clear its slot at once, so that nothing of it lives on."""
         self._machine.fire(SessionEvent.FAILED)
+        self._done = self.passed_on = None
         self._prefix = PrefixDigest()
         if self._history is not None:
             self._history = array("i")

@@ -26,11 +26,10 @@ from dgr.errors import LinkBroken, WireError
 from dgr.protocol.states import EpochState
 from dgr.stage.draining import DRAINING, Draining
 from dgr.stage.ledger import Lease, Ledger
-from dgr.stage.load import stage_load
-from dgr.stage.peers import answer_stranger, close, confined, grant, hand_over, say_ready, tell
+from dgr.stage.peers import AwaitedEpochs, answer_stranger, close, confined, grant, hand_over, tell
 from dgr.stage.scheduler import Scheduler
 from dgr.stage.session import SessionActor, expire_idle
-from dgr.stage.statistics import ShardStatistics
+from dgr.stage.statistics import ShardStatistics, stage_load
 from dgr.stage.supervisor import EpochSupervisor
 from dgr.stage.tracing import TraceBuffer
 from dgr.stage.traffic import Traffic
@@ -50,8 +49,6 @@ MIN_IDLE = 1.0
 #: (own address, successor's address) -> the boundary link between them.
 Dialer = Callable[[str, str], Awaitable[Link]]
 
-#: Waits for epochs that no pipeline has fenced here yet; more is a flood.
-_AWAITING = 1024
 #: Route sessions of one control link; a pipeline has one.
 _ROUTES_PER_LINK = 16
 
@@ -88,8 +85,7 @@ class Shard:
         self._began = trio.current_time()
         self._dial = dial
         self._routes: dict[bytes, EpochSupervisor] = {}
-        #: Links whose stage, by its name, waits until a (route, epoch) is admitted here.
-        self._awaiting: dict[tuple[bytes, int, str], Link] = {}
+        self._awaited = AwaitedEpochs(2 * fence_timeout)
         self.draining = Draining(self)
         self._nursery: trio.Nursery | None = None
         #: One connection to a next stage is made at a time for each control link: a pipeline needs no more, and cannot
@@ -169,21 +165,13 @@ class Shard:
             return await self._dial(own, successor)
 
     def pushes_to(self, link: Link) -> bool:
-        """Whether some route session sends its boundaries over a link."""
-        return any(supervisor.successor is link for supervisor in self._routes.values())
+        """Whether some route session sends its boundaries over a link, or its decode runs."""
+        return any(supervisor.pushes_to(link) for supervisor in self._routes.values())
 
     def announce(self, supervisor: EpochSupervisor) -> None:
         """Tell a stage that waits for it that an epoch is admitted."""
         _log.info("stage %s admits the epoch", self.name, extra=log_fields(supervisor.route, supervisor.epoch))
-        link = self._awaiting.pop((supervisor.route, supervisor.epoch, supervisor.predecessor), None)
-        if link is not None:
-            say_ready(link, supervisor.route, supervisor.epoch)
-        self._forget_waits(supervisor)
-
-    def _forget_waits(self, supervisor: EpochSupervisor) -> None:
-        """Waits for epochs that will never be admitted here."""
-        for wait in [wait for wait in self._awaiting if wait[0] == supervisor.route and wait[1] <= supervisor.epoch]:
-            del self._awaiting[wait]
+        self._awaited.admitted(supervisor)
 
     # --- links ---
 
@@ -220,41 +208,43 @@ class Shard:
                 # As above. The pipeline learns of a dead stage on its own control link to it.
                 pass
             finally:
-                self._awaiting = {wait: waiting for wait, waiting in self._awaiting.items() if waiting is not link}
+                self._awaited.left(link)
                 await close(link)
 
     def _on_boundary(self, link: Link, peer: str, received: Received) -> None:
         frame, payload = received.frame, received.payload
-        if isinstance(frame, frames.AwaitReady):
-            self._await_ready(link, peer, frame)
-            return
-        if not isinstance(frame, frames.Boundary) or payload is None:
-            raise WireError(f"{type(frame).__name__} came on a boundary link")
-        size = payload.nbytes
+        match frame:
+            case frames.AwaitReady():
+                self._awaited.wait(link, peer, frame, self._routes.get(frame.route))
+            case frames.Boundary() if payload is not None:
+                size = payload.nbytes
+                self._take_work(peer, frame, payload, lambda: grant(link, size))
+            case frames.Tokens():
+                self._take_work(peer, frame, None, lambda: None)
+            case _:
+                raise WireError(f"{type(frame).__name__} came on a boundary link")
+
+    def _take_work(
+        self,
+        peer: str,
+        frame: frames.Boundary | frames.Tokens,
+        payload: memoryview | None,
+        consumed: Callable[[], None],
+    ) -> None:
+        """Work from another stage, which the route knows as ``peer``."""
+        from_tail = isinstance(frame, frames.Tokens)
         supervisor = self._routes.get(frame.key.route)
         if supervisor is None:
             self._unroutable_frames += 1
-            link.grant(size)
-        elif frame.key.epoch == supervisor.epoch and supervisor.predecessor != peer:
+            consumed()
+        elif frame.key.epoch == supervisor.epoch and peer != (supervisor.tail if from_tail else supervisor.predecessor):
             # A fault of this route alone; others share the link.
-            supervisor.refuse(frame, f"a boundary came from {peer}, which is not the stage before this one")
-            link.grant(size)
+            what, who = ("a decode run", "its tail") if from_tail else ("a boundary", "the stage before this one")
+            supervisor.refuse(frame, f"{what} came from {peer}, which is not {who}")
+            consumed()
         else:
             with self._blaming(supervisor):
-                supervisor.work(frame, payload, lambda: grant(link, size))
-
-    def _await_ready(self, link: Link, peer: str, frame: frames.AwaitReady) -> None:
-        supervisor = self._routes.get(frame.route)
-        if supervisor is not None and supervisor.epoch > frame.epoch:
-            return  # that epoch is over here, and the pipeline knows
-        if supervisor is not None and supervisor.epoch == frame.epoch and supervisor.state is EpochState.LIVE:
-            if supervisor.predecessor == peer:
-                say_ready(link, supervisor.route, supervisor.epoch)
-            # else: the route is at fault, and others share the link; the fence that waits will say so
-        elif len(self._awaiting) >= _AWAITING:
-            raise WireError(f"{_AWAITING} stages wait for epochs that were never fenced here")
-        else:
-            self._awaiting[frame.route, frame.epoch, peer] = link
+                supervisor.work(frame, payload, consumed, from_tail=from_tail)
 
     async def watch_successor(self, link: Link) -> None:
         """Read what comes back on the link to a next stage until it ends."""
@@ -262,7 +252,7 @@ class Shard:
         with confined(f"link {link.name}"):
             why = await self._hear_successor(link)
         for supervisor in list(self._routes.values()):
-            supervisor.successor_lost(link, why)
+            supervisor.link_lost(link, why)
 
     async def _hear_successor(self, link: Link) -> str:
         """Read the link to a next stage; returns why it ended."""
@@ -354,7 +344,7 @@ class Shard:
             _log.info("the route session has ended", extra=log_fields(supervisor.route, supervisor.epoch))
             del self._routes[supervisor.route]
             self.traces.forget(supervisor.route)
-            self._forget_waits(supervisor)
+            self._awaited.forget(supervisor)
             supervisor.ended.set()
 
     @contextmanager

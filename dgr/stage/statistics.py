@@ -1,5 +1,5 @@
 """What a stage counts: its sessions and leases, and its batches, how large they were, how long they took, how long their
-work had waited.
+work had waited; and its load, put together from that.
 
 Batches are counted in the event loop between two of them, where nothing may be slow: a value finds its bucket, and two
 numbers change.
@@ -7,14 +7,19 @@ numbers change.
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left
 from collections.abc import Sequence
 
+import psutil
 from attrs import field, frozen
 
-from dgr.core.load import BatchLoad, Distribution
+from dgr.core.load import ROUTES_MAX, BatchLoad, Distribution, StageLoad
+from dgr.core.log_fields import short_route
+from dgr.stage.ledger import Ledger
+from dgr.stage.traffic import Traffic
 
-__all__ = ["BatchCounts", "Counts", "SchedulerStatistics", "ShardStatistics"]
+__all__ = ["BatchCounts", "Counts", "SchedulerStatistics", "ShardStatistics", "stage_load"]
 
 #: Seconds of a batch, or of a wait for one: a decoded token on a fast stage to a long chunk on a slow one.
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0)
@@ -91,3 +96,32 @@ class ShardStatistics:
     #: Whether it takes nobody new.
     draining: bool
     steps: SchedulerStatistics
+
+
+def stage_load(seen: ShardStatistics, ledger: Ledger, traffic: Traffic, seconds: float, *, ready: bool) -> StageLoad:
+    """What a shard tells of itself, ``seconds`` after it started."""
+    # Ids are the pipelines' own choice: two may begin alike.
+    epochs: dict[str, int] = {}
+    for route, epoch in itertools.islice(seen.epochs.items(), ROUTES_MAX):
+        epochs[short_route(route)] = max(epoch, epochs.get(short_route(route), 0))
+    memory = ledger.memory
+    return StageLoad(
+        seconds=seconds,
+        ready=ready,
+        routes=seen.routes,
+        epochs=epochs,
+        sessions=seen.sessions,
+        slots=ledger.n_slots,
+        slots_leased=len(ledger.leases),
+        weights=memory.weights,
+        compute=memory.compute,
+        state=dict(memory.state),
+        state_leased=seen.leased,
+        resident=psutil.Process().memory_info().rss,
+        evictions=seen.evictions,
+        unroutable_frames=seen.unroutable_frames,
+        decode=seen.steps.decode,
+        prefill=seen.steps.prefill,
+        running_seconds=seen.steps.running_seconds,
+        links=traffic.load(),
+    )

@@ -23,6 +23,7 @@ from dgr.protocol.lossless import push
 from dgr.protocol.states import EPOCH, EpochEvent, EpochState
 from dgr.stage.draining import DRAINING, Draining
 from dgr.stage.ledger import Lease, Ledger
+from dgr.stage.ring import NextStage, WayToHead
 from dgr.stage.scheduler import Scheduler
 from dgr.stage.session import Origin, SessionActor, SessionReply, WorkFrame, no_copy
 from dgr.stage.tracing import TraceBuffer
@@ -85,6 +86,8 @@ class EpochSupervisor:
         self.epoch = 0
         #: Address of the stage before this one; empty on a head. Boundaries are taken from no one else.
         self.predecessor = ""
+        #: On a head the address of the tail: work of decode runs is taken from no one else.
+        self.tail = ""
         self._stages = 1
         self.sessions: dict[int, SessionActor] = {}
         #: Set when it takes requests.
@@ -93,10 +96,8 @@ class EpochSupervisor:
         self.ended = trio.Event()
         self._services = services
         self._machine = StateMachine(EPOCH)
-        self._successor: Link | None = None
-        self._successor_ready = trio.Event()
-        #: The fence that is reaching its next stage.
-        self._reaching = trio.CancelScope()
+        self._next: NextStage | None = None
+        self._way_to_head: WayToHead | None = None
         self._end_reasons: OrderedDict[int, Miss] = OrderedDict()
         self._scope = trio.CancelScope()
         self._nursery: trio.Nursery | None = None
@@ -108,10 +109,9 @@ class EpochSupervisor:
     def state(self) -> EpochState:
         return self._machine.state
 
-    @property
-    def successor(self) -> Link | None:
-        """The boundary link to the next stage in the present epoch."""
-        return self._successor
+    def pushes_to(self, link: Link) -> bool:
+        """Whether the present epoch sends work over a link."""
+        return any(way is not None and way.link is link for way in (self._next, self._way_to_head))
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Own the session actors until :meth:`leave`; nothing of them outlives this call."""
@@ -149,7 +149,7 @@ class EpochSupervisor:
         match frame:
             case frames.Fence():
                 if (old := self._begin_fence(frame)) is not None:
-                    self._start(self._fence, frame, old)
+                    self._start(self._fence, frame, old, self._next)
             case frames.Open():
                 self._begin_open(frame, None)
             case frames.Fork():
@@ -171,14 +171,19 @@ class EpochSupervisor:
         self._requests += 1
         self._nursery.start_soon(run)
 
-    def work(self, frame: WorkFrame, payload: memoryview | None, consumed: Callable[[], None]) -> None:
-        """Hand a work frame to its session, or answer why not. ``consumed`` is called once the frame is done with."""
+    def work(
+        self, frame: WorkFrame, payload: memoryview | None, consumed: Callable[[], None], *, from_tail: bool = False
+    ) -> None:
+        """Hand a work frame to its session, or answer why not. ``consumed`` is called once the frame is done with.
+
+        ``from_tail``: it goes on with a decode run, and must be what was granted.
+        """
         key = frame.key
         if key.epoch != self.epoch:
             self._answer(frames.StaleEpoch(key, frame.seq, self.epoch))
         elif (actor := self.sessions.get(key.session)) is None or actor.is_ending:
             self._answer(frames.CacheMiss(key, frame.seq, self._why_missing(key, actor), 0))
-        elif actor.deliver(frame, payload, consumed):
+        elif actor.deliver(frame, payload, consumed, from_tail=from_tail):
             return
         else:
             self._answer(
@@ -221,21 +226,22 @@ class EpochSupervisor:
             return None
         self._machine.fire(EpochEvent.FENCE)
         self.epoch, self.predecessor, self._stages = frame.epoch, frame.predecessor, frame.stages
-        self._successor = None
-        self._reaching.cancel()  # an older fence that still waits, or dials, gives way
-        self._reaching = trio.CancelScope()
-        self._successor_ready = trio.Event()
+        self.tail = "" if frame.predecessor else frame.ring
+        if self._next is not None:
+            self._next.give_up()  # an older fence that still waits, or dials, gives way
+        self._next = NextStage(frame, partial(self._services.dial, self.control, frame.stage))
+        self._way_to_head = WayToHead(frame, self._next.dial, start=self._start, here=self._take_own)
         self._opening.clear()
         old = list(self.sessions.values())
         for actor in old:
             actor.end(None)
         return old
 
-    async def _fence(self, frame: frames.Fence, old: list[SessionActor]) -> None:
+    async def _fence(self, frame: frames.Fence, old: list[SessionActor], after: NextStage) -> None:
         released = sum(actor.lease.total for actor in old)
         for actor in old:
             await actor.ended.wait()
-        problem = await self._reach_successor(frame) if frame.successor else None
+        problem = await after.reach(self._services.fence_timeout)
         if self.epoch != frame.epoch or self.state is not EpochState.FENCING:
             return  # a newer fence took over while this one waited; it answers
         if problem is not None:
@@ -247,36 +253,21 @@ class EpochSupervisor:
         self._services.announce(self)
         self._answer(frames.Fenced(self.route, frame.epoch, len(old), released))
 
-    async def _reach_successor(self, frame: frames.Fence) -> str | None:
-        """Connect to the next stage and wait until it admits the epoch; returns what went wrong."""
-        if self.epoch != frame.epoch:
-            return None
-        scope, ready = self._reaching, self._successor_ready
-        scope.deadline = trio.current_time() + self._services.fence_timeout
-        with scope:
-            try:
-                successor = await self._services.dial(self.control, frame.stage, frame.successor)
-                if self.epoch == frame.epoch:
-                    self._successor = successor
-                    await successor.send(frames.AwaitReady(self.route, frame.epoch))
-                    await ready.wait()
-            except DgrError as error:
-                return f"cannot reach the next stage {frame.successor}: {error}"
-        if not ready.is_set():
-            return f"the next stage {frame.successor} was not ready within {self._services.fence_timeout:g} s"
-        return None
-
     def successor_ready(self, link: Link, epoch: int) -> None:
         """The next stage admits an epoch."""
-        if link is self._successor and epoch == self.epoch:
-            self._successor_ready.set()
+        if self._next is not None:
+            self._next.is_ready(link, epoch)
 
-    def successor_lost(self, link: Link, why: str) -> None:
-        """The link to the next stage ended: what was under way on it is lost, and the pipeline must know at once."""
-        if link is self._successor:
-            self._successor = None
+    def link_lost(self, link: Link, why: str) -> None:
+        """A link over which work is sent has ended: what was under way on it is lost, and the pipeline must know at once."""
+        if self._next is not None and self._next.lost(link):
             key = Key(self.route, self.epoch, 0)
             self._answer(frames.Refused(key, 0, Refusal.SUCCESSOR, f"the link to the next stage ended: {why}"[:4096]))
+        if self._way_to_head is not None and self._way_to_head.lost(link):
+            problem = f"the link to the head ended in a decode run: {why}"[:4096]
+            for key, seq in [(actor.key, actor.passed_on) for actor in self.sessions.values()]:
+                if seq is not None:
+                    self._answer(frames.Refused(key, seq, Refusal.RING, problem))
 
     def _begin_open(self, frame: frames.Open | frames.Fork, origin: Origin | None) -> None:
         """Open a session in a free slot, at once: sessions that open together get neighbouring slots, the same order of them on
@@ -352,6 +343,7 @@ class EpochSupervisor:
             description=self._services.description,
             reply=self._reply,
             forward=self._forward,
+            pass_on=self._pass_on,
             ring=self._stages,
             on_end=self._ended,
             note=partial(self._services.traces.add, self.route),
@@ -442,6 +434,14 @@ class EpochSupervisor:
         """To the successor, if the boundary is of the present epoch."""
         if frame.key.epoch != self.epoch:
             return
-        if self._successor is None:
+        if self._next is None or self._next.link is None:
             raise WireError("this stage has no successor in the current epoch")
-        await push(self._successor, frame, payload)
+        await push(self._next.link, frame, payload)
+
+    def _pass_on(self, frame: frames.Tokens) -> bool:
+        """To the head, the next work of a decode run; False when there is no way to it, and the pipeline has to send it."""
+        return frame.key.epoch == self.epoch and self._way_to_head is not None and self._way_to_head.send(frame)
+
+    def _take_own(self, frame: frames.Tokens) -> None:
+        """The same where this stage is the head too."""
+        self.work(frame, None, lambda: None, from_tail=True)

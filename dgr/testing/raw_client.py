@@ -124,7 +124,7 @@ class RawClient:
     def fence(self, epoch: int, index: int = 0) -> frames.Fence:
         route = self.route
         neighbours = route.predecessor(index), route.successor(index)
-        return frames.Fence(self.lease, epoch, route.stages[index].address, *neighbours)
+        return frames.Fence(self.lease, epoch, route.stages[index].address, *neighbours, ring=route.other_end(index))
 
     def open(self, session: int, seq: int, epoch: int = 1) -> frames.Open:
         return frames.Open(self.key(session, epoch), seq)

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import msgspec
 from msgspec import Meta, Struct
 
 from dgr.core.load import StageLoad
@@ -31,7 +30,16 @@ from dgr.core.scalars import (
     TraceId,
 )
 from dgr.core.trace import RECORDS_MAX, WorkRecord
-from dgr.core.values import Expectation, Key, LogitsWanted, SamplingParams, StageIdentity, StateSummary, TopLogprob
+from dgr.core.values import (
+    DecodeRun,
+    Expectation,
+    Key,
+    LogitsWanted,
+    SamplingParams,
+    StageIdentity,
+    StateSummary,
+    TopLogprob,
+)
 from dgr.wire.schema import schema_hash
 from dgr.wire.values import Miss, Refusal, Role
 
@@ -75,8 +83,6 @@ __all__ = [
     "TraceReport",
     "Welcome",
     "WorkSkipped",
-    "decode",
-    "encode_message",
 ]
 
 #: Grows with every change of the union.
@@ -104,6 +110,8 @@ class Fence(_Message, frozen=True, tag=1):
     successor: Address
     #: Stages of the route.
     stages: Annotated[int, Meta(ge=1, le=2**16)] = 1
+    #: To the tail: of the head, and to the head: of the tail; empty on a middle stage. A decode run goes on between them.
+    ring: Address = ""
 
 
 class Open(_Message, frozen=True, tag=2):
@@ -135,7 +143,7 @@ class QueryState(_Message, frozen=True, tag=5):
 
 
 class Tokens(_Message, frozen=True, tag=6):
-    """Work for the head: ids of positions ``expect.position .. + len(tokens) - 1``."""
+    """Work for the head: ids of positions ``expect.position .. + len(tokens) - 1``. In a decode run it comes from the tail."""
 
     key: Key
     seq: U63
@@ -145,6 +153,8 @@ class Tokens(_Message, frozen=True, tag=6):
     sampling: SamplingParams | None
     #: Every stage notes when it did what with this work; see :class:`QueryTrace`.
     trace: TraceId | None = None
+    #: Further tokens that may be decoded unasked; see :func:`dgr.protocol.runs.next_in_run`.
+    run: DecodeRun | None = None
 
 
 class Fork(_Message, frozen=True, tag=10):
@@ -197,6 +207,7 @@ class Boundary(_Message, frozen=True, tag=7):
     sampling: SamplingParams | None
     payload: U63
     trace: TraceId | None = None
+    run: DecodeRun | None = None
 
 
 class AwaitReady(_Message, frozen=True, tag=9):
@@ -257,6 +268,8 @@ class Token(_Message, frozen=True, tag=20):
     position: U32
     token: TokenId
     top: Annotated[tuple[TopLogprob, ...], Meta(max_length=TOP_MAX)] = ()
+    #: The tail has given it to the head: another answer follows, to the work of the next ``seq``.
+    goes_on: bool = False
 
 
 class Logits(_Message, frozen=True, tag=21):
@@ -430,20 +443,6 @@ Frame = (
     | Ping
     | Pong
 )
-
-_encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)
-
-
-def encode_message(frame: Frame) -> bytes:
-    """The msgpack bytes of a frame, without its payload."""
-    return _encoder.encode(frame)
-
-
-def decode(data: bytes | bytearray | memoryview) -> Frame:
-    """Read one frame. Raises :class:`msgspec.ValidationError` or :class:`msgspec.DecodeError`."""
-    return _decoder.decode(data)
-
 
 #: Digest of the union's schema, compared at the handshake, hex.
 SCHEMA_HASH = schema_hash(Frame)

@@ -28,7 +28,16 @@ from dgr.errors import FrameError
 from dgr.wire import frames
 from dgr.wire.frames import Boundary, Frame, Logits
 
-__all__ = ["HEADER_SIZE", "Framer", "Limits", "Packet", "Received", "encode"]
+__all__ = [
+    "HEADER_SIZE",
+    "Framer",
+    "Limits",
+    "Packet",
+    "Received",
+    "decode_message",
+    "encode",
+    "encode_message",
+]
 
 _HEADER = struct.Struct("<IBBH")
 #: Bytes before every packet body.
@@ -112,6 +121,20 @@ def _check_batch(tokens: tuple[int, ...], n_batch: int) -> None:
         )
 
 
+_encoder = msgspec.msgpack.Encoder()
+_decoder: msgspec.msgpack.Decoder[Frame] = msgspec.msgpack.Decoder(Frame)
+
+
+def encode_message(frame: Frame) -> bytes:
+    """The msgpack bytes of a frame, without its payload."""
+    return _encoder.encode(frame)
+
+
+def decode_message(data: bytes | bytearray | memoryview) -> Frame:
+    """Read one frame. Raises :class:`msgspec.ValidationError` or :class:`msgspec.DecodeError`."""
+    return _decoder.decode(data)
+
+
 #: One packet as (head, body): a message is all head, a fragment's body is a view of the payload.
 Packet = tuple[bytes, memoryview | None]
 
@@ -153,9 +176,9 @@ def encode(
     decoding each would cost as much as encoding it.
     """
     try:
-        body = frames.encode_message(frame)
+        body = encode_message(frame)
         if not isinstance(frame, _CHECKED_BY_THEIR_MAKERS):
-            frames.decode(body)  # a struct does not check its own fields when it is made
+            decode_message(body)  # a struct does not check its own fields when it is made
     except (msgspec.MsgspecError, OverflowError, UnicodeError) as error:
         raise FrameError(f"{type(frame).__name__} breaks the schema: {error}") from error
     size = limits.payload(frame)
@@ -366,7 +389,7 @@ class Framer:
 
     def _end_message(self, body: bytearray | memoryview, done: list[Received]) -> None:
         try:
-            frame = frames.decode(body)
+            frame = decode_message(body)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise FrameError(f"a message of {len(body)} bytes is not a frame of this schema: {error}") from error
         size = self.limits.payload(frame)

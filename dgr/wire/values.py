@@ -43,6 +43,8 @@ class Refusal(enum.IntEnum):
     PROTOCOL = 5
     #: The stage is being drained and takes nobody new.
     DRAINING = 6
+    #: The link from the tail to the head ended, and with it what a decode run had on it; the session is lost.
+    RING = 7
 
 
 class Role(enum.IntEnum):

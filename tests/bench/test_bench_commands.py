@@ -28,6 +28,8 @@ COMMANDS = (
     "servers",
     "prefill",
     "plan",
+    "report",
+    "builds",
     "widths",
 )
 

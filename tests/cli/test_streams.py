@@ -30,6 +30,7 @@ from dgr.cli.up import _Reporter
 from dgr.core.route import LayerRange, StageRef
 from dgr.engine.numerics import ExactnessRecord
 from dgr.errors import ArtifactError, DgrError, EngineError, InputError, LinkBroken
+from dgr.selftest.cases import K_TYPES, WEIGHT_TYPES
 
 Command = Callable[[Path, Path], list[object]]
 
@@ -65,6 +66,7 @@ COMMANDS: dict[str, tuple[int, Command]] = {
     "keys": (0, lambda m, f: ["keys", "127.0.0.1", "--out", f / "keys"]),
     "inspect": (0, lambda m, f: ["inspect", m]),
     "fixture": (0, lambda m, f: ["fixture", f / "new.gguf", "--preset", "min", "--layers", 1]),
+    "completion": (0, lambda m, f: ["completion", "bash"]),
     "selftest": (0, lambda m, f: ["selftest", "numerics", "--if-missing"]),
 }  # fmt: skip
 #: Of these, those that end here before they have anything to print.
@@ -82,7 +84,7 @@ def test_every_command_is_here() -> None:
 @pytest.fixture(autouse=True)
 def tested_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """The verdict on this machine's kernels is recorded, with nothing left to try: their test takes half a minute."""
-    monkeypatch.setattr(dgr.cli.selftest, "load_exactness_record", lambda: ExactnessRecord("00", (), ()))
+    monkeypatch.setattr(dgr.cli.selftest, "load_exactness_record", lambda: ExactnessRecord("00", WEIGHT_TYPES, K_TYPES))
 
 
 @pytest.fixture

@@ -32,6 +32,7 @@ from dgr.errors import (
     SessionLost,
     WireError,
 )
+from dgr.protocol.runs import next_in_run
 from dgr.protocol.states import CLIENT_SESSION, ClientEvent, ClientState
 from dgr.wire import frames
 from dgr.wire.framing import Received
@@ -89,10 +90,18 @@ class ScriptedRoute:
             self.release()
         return reply
 
+    def await_work(self, frame: frames.Tokens) -> PendingReply:
+        reply = PendingReply()
+        self._waiting[frame.key.session, frame.seq] = frame, reply
+        if not self.holding:
+            self.release()
+        return reply
+
     def release(self, frames_to_run: int = 10**9) -> None:
-        """Run held work frames, oldest first, and reply."""
-        for wait in list(self._waiting)[:frames_to_run]:
-            frame, reply = self._waiting.pop(wait)
+        """Run held work frames, oldest first, and reply; what follows in a decode run counts as one more."""
+        while self._waiting and frames_to_run:
+            frames_to_run -= 1
+            frame, reply = self._waiting.pop(next(iter(self._waiting)))
             result = self._run(frame)
             if self.twist is not None:
                 reply.set(Received(self.twist(frame)))
@@ -106,7 +115,9 @@ class ScriptedRoute:
             return frames.CacheMiss(frame.key, frame.seq, frames.Miss.POSITION, len(self.held))
         self.held.extend(frame.tokens)
         if frame.sampling is not None:
-            return frames.Token(frame.key, frame.seq, len(self.held), next_token(self.held))
+            token, stands = next_token(self.held), Expectation(len(self.held), PrefixDigest(self.held).digest())
+            goes_on = next_in_run(frame, token, stands, N_CTX) is not None
+            return frames.Token(frame.key, frame.seq, len(self.held), token, (), goes_on)
         return frames.Advanced(frame.key, frame.seq, len(self.held))
 
     def cancel_work(self, session: int, last_seq: int) -> None:
@@ -320,6 +331,113 @@ async def test_an_older_answer_is_over_once_another_turn_began(route: ScriptedRo
         await take(old, 1)
 
 
+# --- decode runs ---
+
+
+async def test_a_run_brings_its_tokens_without_being_asked_for_each(
+    route: ScriptedRoute, session: ClientSession
+) -> None:
+    answer = session.generate([1, 2, 3], max_tokens=8, ahead=3)
+    assert await take(answer, 8) == undisturbed([1, 2, 3], 8)
+    granted = [0 if frame.run is None else frame.run.tokens for frame in route.sent]
+    assert granted == [3, 3], "two runs of a token and three further ones"
+    seqs = [frame.seq for frame in route.sent]
+    assert seqs[1] == seqs[0] + 4, "the numbers of what the tail sends are the run's"
+    assert session.state is ClientState.READY
+    assert session.committed == len(session.transcript) - 1
+
+
+@pytest.mark.parametrize("taken", [1, 2, 3, 4])
+async def test_who_leaves_a_run_and_comes_back_gets_the_same_and_nothing_is_run_again(
+    route: ScriptedRoute, session: ClientSession, taken: int
+) -> None:
+    said = await take(session.generate([1, 2, 3], ahead=3), taken)
+    assert session.committed == len(session.transcript) - 1 + 4 - taken
+    n_held = len(route.held)
+    assert said + await take(session.generate(), 4 - taken) == undisturbed([1, 2, 3], 4)
+    assert len(route.held) == n_held
+    assert await take(session.generate(ahead=2), 5) == undisturbed([*session.transcript[:-5]], 5)
+    assert not [event for event in route.events if isinstance(event, StateLost)]
+
+
+@pytest.mark.parametrize(("ahead", "due"), [(1, []), (2, ["overrun"]), (3, ["overrun"])])
+async def test_an_overrun_is_dropped_with_the_state_that_holds_it(
+    route: ScriptedRoute, session: ClientSession, ahead: int, due: list[str]
+) -> None:
+    """One token that is drawn and not read is in no state yet."""
+    said = await take(session.generate([1, 2, 3], ahead=ahead), 1)
+    other = [1, 2, 3, *said, (undisturbed([1, 2, 3], 2)[1] + 1) % N_VOCAB]
+    assert await take(session.generate(transcript=other), 2) == undisturbed(other, 2)
+    lost = [event.reason for event in route.events if isinstance(event, StateLost)]
+    assert lost == due
+    assert route.held == [*other, *undisturbed(other, 1)]
+
+
+async def test_what_is_said_next_may_be_what_was_drawn(route: ScriptedRoute, session: ClientSession) -> None:
+    """A server that is given its own unread answer back has nothing to run again."""
+    said = await take(session.generate([1, 2, 3], ahead=3), 1)
+    whole = [1, 2, 3, *undisturbed([1, 2, 3], 3)]
+    assert said == whole[3:4]
+    assert await take(session.generate(transcript=whole), 2) == undisturbed(whole, 2)
+    assert await take(session.generate([4]), 1) == undisturbed([*whole, *undisturbed(whole, 2), 4], 1)
+    assert not [event for event in route.events if isinstance(event, StateLost)]
+
+
+async def test_other_sampling_than_the_runs_draws_anew(route: ScriptedRoute, session: ClientSession) -> None:
+    await take(session.generate([1, 2, 3], ahead=3), 2)
+    await take(session.generate(sampling=SamplingParams(temperature=1.0, seed=1)), 1)
+    assert [event.reason for event in route.events if isinstance(event, StateLost)] == ["overrun"]
+
+
+@pytest.mark.parametrize("released", [0, 1, 2])
+async def test_a_cancelled_run_stops_where_the_head_skips_it(
+    route: ScriptedRoute, session: ClientSession, released: int
+) -> None:
+    first = await take(session.generate([1, 2, 3]), 1)
+    answer = session.generate(max_tokens=6, ahead=5)
+    route.holding = True
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(take, answer, 6)
+        await trio.testing.wait_all_tasks_blocked()
+        route.release(released)
+        await trio.testing.wait_all_tasks_blocked()
+        nursery.cancel_scope.cancel()
+    assert route.cancels == [route.sent[-1].seq + 5], "the numbers of the whole run"
+    assert session.state is ClientState.DRAINING
+    route.holding = False
+    route.release()
+    read = session.transcript[4:]
+    assert first + read + await take(session.generate(), 3) == undisturbed([1, 2, 3], 4 + len(read))
+    assert not [event for event in route.events if isinstance(event, StateLost)]
+
+
+async def test_a_route_change_in_a_run_drops_what_was_not_read(route: ScriptedRoute, session: ClientSession) -> None:
+    answer = session.generate([1, 2, 3], max_tokens=6, ahead=5)
+    said = await take(answer, 2)
+    session.lose("route change")
+    assert said + await take(answer, 4) == undisturbed([1, 2, 3], 6)
+    assert [event.tokens for event in route.events if isinstance(event, RePrefilled)] == [5]
+
+
+async def test_an_answer_of_a_known_length_and_one_that_is_ended_by_a_token_run_no_further(
+    route: ScriptedRoute, session: ClientSession
+) -> None:
+    rest = undisturbed([1, 2, 3], 6)
+    ending = next(token for token in rest[1:] if rest.index(token) == rest[1:].index(token) + 1)
+    said = [token.id async for token in session.generate([1, 2, 3], stop=[ending], ahead=30)]
+    assert said == rest[: rest.index(ending)]
+    assert route.held == session.transcript[:-1], "the stages hold what is before the end, and no more"
+    assert len([token async for token in session.generate([7], max_tokens=3, ahead=30)]) == 3
+    assert session.committed == len(session.transcript) - 1
+
+
+async def test_a_full_context_ends_a_run(route: ScriptedRoute, session: ClientSession) -> None:
+    prompt = list(range(N_CTX - 3))
+    answer = session.generate(prompt, ahead=30)
+    assert [token.id async for token in answer] == undisturbed(prompt, 4)
+    assert answer.finish_reason == "context"
+
+
 # --- losing ----------------------------------------------------------------------------------------------------------
 
 
@@ -430,12 +548,16 @@ def record(session: ClientSession, rows: set[tuple[ClientState, ClientEvent]]) -
     session._machine = Recording(CLIENT_SESSION)
 
 
-async def bring_to(route: ScriptedRoute, session: ClientSession, state: ClientState) -> None:
-    """Bring a cold session to a state, the ordinary way."""
+async def bring_to(route: ScriptedRoute, session: ClientSession, state: ClientState) -> Generation | None:
+    """Bring a cold session to a state, the ordinary way; gives the answer that is being read there."""
     if state in (ClientState.COLD, ClientState.CLOSED):
-        return
+        return None
     await session.prefill([1, 2])
+    answer: Generation | None = None
     match state:
+        case ClientState.AHEAD:
+            answer = session.generate([3], ahead=3)
+            await take(answer, 1)
         case ClientState.LOST:
             session.lose("a test")
         case ClientState.DRAINING | ClientState.DIVERGING | ClientState.DRAWN:
@@ -449,6 +571,7 @@ async def bring_to(route: ScriptedRoute, session: ClientSession, state: ClientSt
                 route.release()
                 await session._ensure_ready()
     assert session.state is state
+    return answer
 
 
 async def test_every_row_of_the_table_happens_and_no_other() -> None:
@@ -466,6 +589,7 @@ async def test_every_row_of_the_table_happens_and_no_other() -> None:
             "wait for the reply",
             "refuse the open",
             "cancel",
+            "go on",
         )
         if state not in (ClientState.WORKING, ClientState.CLOSED)
     )
@@ -473,8 +597,10 @@ async def test_every_row_of_the_table_happens_and_no_other() -> None:
         route = ScriptedRoute()
         session = ClientSession(route, 1, retries=2)
         record(session, rows)
-        await bring_to(route, session, state)
+        answer = await bring_to(route, session, state)
         match deed:
+            case "go on" if answer is not None:
+                await take(answer, 2)
             case "lose":
                 session.lose("a test")
             case "close":

@@ -342,7 +342,7 @@ async def test_a_flood_of_what_a_stage_must_remember_ends_its_link(
             async with greeted(tail.address, hello, room=_ROOM) as (link, welcome):
                 assert isinstance(welcome, Welcome)
                 await _flood(tail, link, flood())
-        assert tail.shard._awaiting == {}
+        assert not len(tail.shard._awaited)
         await hosts.assert_serving([head, tail])
 
 

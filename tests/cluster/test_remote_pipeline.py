@@ -110,13 +110,13 @@ async def test_readiness_flows_from_tail_to_head() -> None:
             fence(0)
             fence(1)
             # Head and middle have reached the stage after them, and it told neither that it is ready.
-            await until(lambda: middle.shard._awaiting and tail.shard._awaiting)
+            await until(lambda: len(middle.shard._awaited) and len(tail.shard._awaited))
             assert [host.shard._routes[route_id].state for host in (head, middle)] == [EpochState.FENCING] * 2
             assert ready == []
             fence(2)
             await until(lambda: len(ready) == 3)
             assert [host.shard._routes[route_id].state for host in (head, middle, tail)] == [EpochState.LIVE] * 3
-            assert not any(host.shard._awaiting for host in (head, middle, tail))
+            assert not any(len(host.shard._awaited) for host in (head, middle, tail))
         await hosts.assert_empty()
 
 

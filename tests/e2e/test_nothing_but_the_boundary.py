@@ -26,6 +26,7 @@ from dgr.engine.base import Output, Work
 from dgr.testing.engines.mutants import Mutant
 from dgr.testing.state_inspector import InspectedEngine
 from dgr.wire import frames, memory_transports
+from dgr.wire.framing import decode_message
 
 CONTEXT = ContextParams(n_ctx=512, n_batch=128, n_ubatch=128)
 SPLIT = "0:2,2:4,4:7"
@@ -90,7 +91,7 @@ def crossings(sent: bytes) -> Iterator[Crossing]:
         assert (len(body), zero) == (length, 0)
         at += 8 + length
         if kind == 1:
-            opened.append((frames.decode(body), 8 + length, payloads.setdefault((stream, len(opened)), bytearray())))
+            opened.append((decode_message(body), 8 + length, payloads.setdefault((stream, len(opened)), bytearray())))
             if stream:
                 payloads[stream] = opened[-1][2]
         else:

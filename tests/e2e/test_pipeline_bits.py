@@ -46,10 +46,10 @@ async def all_logits(session: ClientSession, tokens: Sequence[int], row: int) ->
 async def through_the_runtime(
     path: Path, split: str, prompt: Sequence[int], tokens: Sequence[int], chunk: int
 ) -> tuple[list[int], bytes]:
-    """Greedy text, and the logits of prompt and text; two sessions at once, that share batches."""
+    """Greedy text, drawn in runs, and the logits of prompt and text; two sessions at once, that share batches."""
     text: list[int] = []
     rows = b""
-    async with dgr.open_pipeline(path, split, context=CONTEXT, chunk=chunk) as pipeline:
+    async with dgr.open_pipeline(path, split, context=CONTEXT, chunk=chunk, ahead=5) as pipeline:
 
         async def generate() -> None:
             nonlocal text

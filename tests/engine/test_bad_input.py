@@ -109,12 +109,15 @@ def test_exact_refuses_types_that_are_not_exact_here(
 
     failures = {"weights bf16": "3 of 160 rows differ", "K cache f32": "does not run"}
     save_exactness_record(ExactnessRecord(exact_here.fingerprint, ("f32", "q8_0"), ("f16",), failures))
-    with pytest.raises(NumericsRefused, match="types bf16 are not exact on this machine; exact are f32, q8_0"):
+    with pytest.raises(NumericsRefused, match="type bf16 is not exact on this machine; exact are f32, q8_0"):
         LlamaEngine(path, None, CONTEXT)
     with pytest.raises(NumericsRefused, match="type f32 is not exact on this machine; exact are f16"):
         LlamaEngine(of_f32, None, replace(CONTEXT, type_k="f32"))
     save_exactness_record(ExactnessRecord(exact_here.fingerprint, ("f32", "q8_0"), ("f16",)))
-    with pytest.raises(NumericsRefused, match="bf16, mxfp4 have not been tested on this machine; exact are f32, q8_0"):
+    with pytest.raises(
+        NumericsRefused,
+        match=r"bf16, mxfp4 have not been tested on this machine; exact are f32, q8_0; run.*--types bf16,mxfp4",
+    ):
         LlamaEngine(path, None, CONTEXT)
     with pytest.raises(NumericsRefused, match="type f32 has not been tested on this machine; exact are f16"):
         LlamaEngine(of_f32, None, replace(CONTEXT, type_k="f32"))

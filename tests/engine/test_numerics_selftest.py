@@ -15,15 +15,17 @@ import pytest
 from attrs import evolve
 from msgspec.structs import replace
 
+from dgr.artifact.artifact import Artifact
 from dgr.cli import main
 from dgr.core.values import Numerics
 from dgr.engine.native import kernel_fingerprint
-from dgr.engine.numerics import ExactnessRecord, load_exactness_record, save_exactness_record
-from dgr.errors import InputError, NonFinite
+from dgr.engine.numerics import ExactnessRecord, check_exact_types, load_exactness_record, save_exactness_record
+from dgr.errors import InputError, NonFinite, NumericsRefused
 from dgr.selftest import invariance
+from dgr.selftest.cases import K_TYPES, WEIGHT_TYPES, Case, cases_of, select
 from dgr.selftest.chain import Chain
 from dgr.selftest.fixture import cached_fixture
-from dgr.selftest.invariance import Case, Report, Verdict, exactness_record, run_suite, select
+from dgr.selftest.invariance import Report, Verdict, exactness_record, run_suite
 from dgr.testing.limits import limited_files
 
 ONE = Verdict(Case("weights", "f32"), (), (), 0.1)
@@ -101,13 +103,15 @@ def test_threads_are_not_tested_on_busy_cpus(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(invariance, "available_cpus", lambda: 2)
     seen: list[Verdict] = []
     report = run_suite(["mxfp4"], finished=seen.append)
-    assert report.notes == ("several threads: not tested for mxfp4: the CPUs are busy",)
+    assert report.notes == ("weights mxfp4: several threads not tested: the CPUs are busy",)
     assert all(verdict.exact and verdict.threads == () for verdict in report.verdicts)
     assert tuple(seen) == report.verdicts
 
 
 def test_threads_are_not_tested_on_one_cpu(exact: Report) -> None:
-    assert exact.notes == ("several threads: not tested for q8_0: this process may use one CPU only",)
+    why = "several threads not tested: this process may use one CPU only"
+    assert exact.untested == {"K cache q8_0": why, "weights q8_0": why}
+    assert exact.notes == (f"K cache q8_0, weights q8_0: {why}",)
 
 
 def test_a_type_that_could_not_be_run_keeps_its_old_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +126,7 @@ def test_a_type_that_could_not_be_run_keeps_its_old_verdict(monkeypatch: pytest.
         old = ExactnessRecord(report.fingerprint, before, ("f16",), {} if before else {"weights bf16": "1 of 160 rows"})
         new = exactness_record(report, old)
         assert (new.weight_types, new.k_types, new.failures) == (old.weight_types, old.k_types, old.failures)
-        assert new.notes == report.notes
+        assert new.untested == report.untested
 
 
 @pytest.mark.parametrize(
@@ -170,7 +174,7 @@ def test_nothing_found_is_nothing_recorded(
 ) -> None:
     monkeypatch.setenv("DGR_CACHE_DIR", str(tmp_path / "cache"))
     untested = evolve(ONE, untested="no disk")
-    report = Report(kernel_fingerprint(), (untested,), ("weights f32: not tested: no disk",), 0.0)
+    report = Report(kernel_fingerprint(), (untested,), {"weights f32": "not tested: no disk"}, 0.0)
     monkeypatch.setattr("dgr.cli.selftest.run_suite", lambda *_, **__: report)
     assert main(["selftest", "numerics"]) == 1
     text = capsys.readouterr().out
@@ -185,7 +189,7 @@ def test_a_verdict_that_cannot_be_kept_is_told_and_the_old_one_stays(
     monkeypatch.setenv("DGR_CACHE_DIR", str(tmp_path))
     before = ExactnessRecord(kernel_fingerprint(), ("f32", "bf16"), ("f16",))
     save_exactness_record(before)
-    monkeypatch.setattr("dgr.cli.selftest.run_suite", lambda *_, **__: Report(kernel_fingerprint(), (ONE,), (), 0.0))
+    monkeypatch.setattr("dgr.cli.selftest.run_suite", lambda *_, **__: Report(kernel_fingerprint(), (ONE,), {}, 0.0))
     with limited_files(64):
         assert main(["selftest", "numerics"]) == 1
     assert "note: the verdict on these kernels cannot be kept" in capsys.readouterr().out
@@ -279,25 +283,104 @@ def test_the_command_fails_when_an_essential_type_is_not_exact(
     assert json.loads(capsys.readouterr().out)["passed"] is False
 
 
-def test_a_record_with_something_untested_is_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ran: list[str] = []
-    monkeypatch.setenv("DGR_CACHE_DIR", str(tmp_path))
+class Suite:
+    """Stands for the suite: finds every type exact, and notes which it was asked for."""
 
-    def suite(*_: object, **__: object) -> Report:
-        ran.append("once")
-        return Report(kernel_fingerprint(), (), (), 0.0)
+    def __init__(self) -> None:
+        self.asked: list[str] = []
 
+    def __call__(self, cases: tuple[Case, ...], **_: object) -> Report:
+        self.asked = [case.name for case in cases]
+        return Report(kernel_fingerprint(), tuple(evolve(ONE, case=case) for case in cases), {}, 0.0)
+
+
+@pytest.fixture
+def suite(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Suite:
+    monkeypatch.setenv("DGR_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr("dgr.cli.selftest.available_cpus", lambda: 2)
+    suite = Suite()
     monkeypatch.setattr("dgr.cli.selftest.run_suite", suite)
-    command = ["selftest", "numerics", "--if-missing"]
-    threads, disk = "several threads: not tested for f16", "weights f16: not tested: No space left on device"
-    for notes, cpus, times in (((threads,), 2, 1), ((), 2, 0), ((threads,), 1, 0), ((disk,), 1, 1)):
-        save_exactness_record(ExactnessRecord(kernel_fingerprint(), ("f32",), ("f16",), notes=notes))
+    return suite
+
+
+def recorded() -> ExactnessRecord:
+    found = load_exactness_record()
+    assert found is not None
+    return found
+
+
+WHOLE = ExactnessRecord("", WEIGHT_TYPES, K_TYPES)
+THREADS, DISK = "several threads not tested: the CPUs are busy", "not tested: No space left on device"
+
+
+def test_what_a_record_lacks_is_tested_alone(
+    suite: Suite, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = replace(WHOLE, fingerprint=kernel_fingerprint())
+    fewer = replace(whole, weight_types=tuple(label for label in WEIGHT_TYPES if label != "f16"))
+    f16 = ["weights f16"]
+    for record, cpus, asked in (
+        (whole, 2, []),
+        (fewer, 2, f16),
+        (replace(fewer, failures={"weights f16": "3 of 160 rows differ"}), 2, []),
+        (replace(whole, untested={"weights f16": THREADS}), 2, f16),
+        (replace(whole, untested={"weights f16": THREADS}), 1, []),
+        (replace(fewer, untested={"weights f16": DISK}), 1, f16),
+    ):
+        save_exactness_record(record)
         monkeypatch.setattr("dgr.cli.selftest.available_cpus", lambda cpus=cpus: cpus)
-        ran.clear()
-        assert main(command) == 0
-        assert len(ran) == times
+        suite.asked = []
+        assert main(["selftest", "numerics", "--if-missing"]) == 0
+        assert suite.asked == asked
         said = capsys.readouterr().out
-        assert (f"runs again: {'; '.join(notes)}\n" in said) == bool(times)
-        assert ("recorded already" in said) != bool(times)
+        why = record.untested.get("weights f16", "not tested yet")
+        assert (f"the record lacks it: weights f16 ({why})\n" in said) == bool(asked)
+        assert ("recorded already" in said) != bool(asked)
+
+
+def test_a_first_run_tests_what_a_model_needs_and_the_rest_on_demand(
+    suite: Suite, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = str(cached_fixture("mixed", layers=7))
+    needed = {"K cache f16", *(f"weights {label}" for label in ("bf16", "mxfp4", "q8_0"))}
+    command = ["selftest", "numerics", "--model", model, "--if-missing"]
+    assert main(command) == 0
+    assert needed <= set(suite.asked) < {case.name for case in select()}
+    first = set(suite.asked)
+    assert f"the other {len(select()) - len(first)}: dgr selftest numerics --if-missing" in capsys.readouterr().out
+    suite.asked = []
+    assert main(command) == 0
+    assert suite.asked == []
+    assert main([*command, "--type-k", "q8_0"]) == 0
+    assert suite.asked == ["K cache q8_0"]
+    assert main(["selftest", "numerics", "--if-missing"]) == 0
+    assert set(suite.asked) == {case.name for case in select()} - first - {"K cache q8_0"}
+    assert (recorded().weight_types, recorded().k_types) == (WEIGHT_TYPES, K_TYPES)
+    assert main([*command, "--type-k", "q4_0"]) == 2
+    assert "no K cache is of type q4_0; choose from f16, f32, q8_0" in capsys.readouterr().err
+
+
+def test_a_gap_stays_in_the_record_while_other_types_are_tested() -> None:
+    fingerprint = kernel_fingerprint()
+    before = ExactnessRecord(fingerprint, ("f16",), (), untested={"weights f16": THREADS, "weights bf16": DISK})
+    after = exactness_record(Report(fingerprint, (ONE,), {"weights f32": THREADS}, 0.0), before)
+    assert after.untested == {**before.untested, "weights f32": THREADS}
+    f16 = evolve(ONE, case=Case("weights", "f16"))
+    assert exactness_record(Report(fingerprint, (f16,), {}, 0.0), after).untested == {
+        "weights bf16": DISK,
+        "weights f32": THREADS,
+    }
+
+
+def test_exact_numerics_ask_for_the_types_that_nobody_tested(tiny: Path, suite: Suite) -> None:
+    """What the refusal says to run is all that is needed, whatever the suite was run for before."""
+    artifact = Artifact.open(cached_fixture("mixed", layers=7))
+    assert main(["selftest", "numerics", "--model", str(tiny)]) == 0
+    labels = [kind.label for kind in artifact.matrix_types(artifact.layers)]
+    with pytest.raises(NumericsRefused, match="have not been tested") as refused:
+        check_exact_types(labels, "f16")
+    command = re.search("`dgr ([^`]*)`", str(refused.value))
+    assert command is not None
+    assert main(command[1].split()) == 0
+    check_exact_types(labels, "f16")
+    assert {case.name for case in cases_of(artifact, "f16")} < {case.name for case in select()}

@@ -36,7 +36,7 @@ from dgr.testing.mtp_contract.golden import sample_messages
 from dgr.testing.offline import open_fake_pipeline
 from dgr.v4.hyper_parameters import ARCHITECTURE
 from dgr.v4.mtp import Shipped, mtp_packaging, refuse_artifact
-from dgr.wire import frames
+from dgr.wire.framing import decode_message
 from dgr.wire.nurseries import open_nursery
 from dgr.wire.tcp import listen
 
@@ -246,7 +246,7 @@ async def test_an_engine_that_says_nothing_of_it_is_routed() -> None:
 @pytest.mark.parametrize("name", sample_messages())
 def test_a_message_of_the_contract_is_no_frame(name: str) -> None:
     with pytest.raises(msgspec.DecodeError):
-        frames.decode(msgspec.msgpack.encode(sample_messages()[name]))
+        decode_message(msgspec.msgpack.encode(sample_messages()[name]))
 
 
 # --- artifacts -------------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 #: Stands for Python: makes the environment that it is asked for, and notes what llama.cpp would be built with.
 PYTHON = """#!/bin/sh
 case "$1 $2" in
+"cffi_build/watch.py "*) shift 3 && exec "$@" ;;
 "-m venv") mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
 "cffi_build/llama_cpp.py "*) echo "[$DGR_LLAMA_CMAKE_ARGS] [$DGR_EXACT_KERNELS]${DGR_SANITIZE:+ [$DGR_SANITIZE]}" >> built ;;
 esac

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import inspect
+import re
 import typing
 import xml.etree.ElementTree as ET
 from pathlib import Path
@@ -13,6 +15,7 @@ import msgspec
 import pytest
 from pages.reading import ROOT, anchors
 
+import dgr
 import dgr.errors
 from dgr.errors import DgrError
 from dgr.wire.frames import Frame
@@ -74,3 +77,14 @@ def test_the_picture_is_a_picture() -> None:
         if element.tag.endswith("text"):
             assert 0 <= float(element.attrib["x"]) <= width
             assert 0 <= float(element.attrib["y"]) <= height
+
+
+def test_the_reference_has_every_public_name() -> None:
+    listed = set(re.findall(r"^::: ([\w.]+)$", (ROOT / "docs/api.md").read_text(encoding="utf-8"), re.MULTILINE))
+    for name in listed:
+        module, _, last = name.rpartition(".")
+        is_module = (ROOT / f"{name.replace('.', '/')}.py").exists()
+        assert is_module or hasattr(importlib.import_module(module), last), name
+    homes = {name: getattr(dgr, name).__module__ for name in dgr.__all__}
+    missing = [name for name, home in homes.items() if not {home, f"{home}.{name}"} & listed]
+    assert missing == ["DgrError"], "errors have a page of their own"

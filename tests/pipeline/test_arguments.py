@@ -25,6 +25,7 @@ from dgr.core.values import ContextParams, Expectation, Key, LogitsWanted, Numer
 from dgr.errors import InputError, InvalidLayerRange, InvalidToken
 from dgr.protocol.sampling import check_sampling, sampling_problem
 from dgr.wire import frames
+from dgr.wire.framing import encode_message
 
 PROMPT = list(b"The quick brown fox")
 NAN = math.nan
@@ -285,9 +286,7 @@ def test_numbers_of_numpy_are_sampling_values() -> None:
     params = SamplingParams(**numbers)
     sampling = check_sampling(params, 257)
     assert sampling == check_sampling(SamplingParams(temperature=0.5, seed=7, top_k=3), 257)
-    frames.encode_message(
-        frames.Tokens(Key(bytes(16), 1, 1), 1, Expectation(0, bytes(16)), (1,), LogitsWanted.LAST, sampling)
-    )
+    encode_message(frames.Tokens(Key(bytes(16), 1, 1), 1, Expectation(0, bytes(16)), (1,), LogitsWanted.LAST, sampling))
 
 
 @pytest.mark.parametrize("sampling", [5, "greedy", {"temperature": 0.5}])

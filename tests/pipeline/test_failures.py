@@ -384,6 +384,24 @@ async def test_names_of_stages_are_taken_once(autojump_clock: trio.abc.Clock) ->
             stages.cluster.stop("x")
 
 
+async def test_a_name_is_taken_while_its_stage_starts(autojump_clock: trio.abc.Clock) -> None:
+    async with open_stages(WHOLE) as stages:
+        refused: list[str] = []
+
+        async def start() -> None:
+            try:
+                await stages.start("0:6#b")
+            except InputError as error:
+                refused.append(str(error))
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(start)
+            nursery.start_soon(start)
+        assert len(refused) == 1
+        stages.cluster.stop("0:6#b")
+        await stages.start("0:6#b")
+
+
 async def test_a_pipeline_to_nowhere_is_refused(autojump_clock: trio.abc.Clock) -> None:
     async with open_stages("0:2") as stages:
         with pytest.raises(LinkBroken, match="no stage '2:6' runs here; running: 0:2"):

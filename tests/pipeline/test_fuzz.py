@@ -43,7 +43,7 @@ async def _attack_shards(seed: int, rounds: int, caplog: pytest.LogCaptureFixtur
     rng = random.Random(seed)
     right = 0
     async with open_stages(THREE, TWO, context=ROOMY) as stages:
-        async with stages.pipeline(TWO) as honest:
+        async with stages.pipeline(TWO, ahead=2) as honest:
             for round_ in range(rounds):
                 async with trio.open_nursery() as nursery, honest.session() as session:
                     for _ in range(3):
@@ -75,7 +75,9 @@ async def _lie_to_a_client(seed: int, rounds: int) -> dict[str, int]:
             connect = lying(stages.cluster.connect, rng, rng.choice([0.02, 0.1, 0.4]))
             try:
                 async with (
-                    open_pipeline_on(connect, stages.route(TWO), timeouts=TIMEOUTS) as pipeline,
+                    open_pipeline_on(
+                        connect, stages.route(TWO), timeouts=TIMEOUTS, ahead=rng.choice([0, 2])
+                    ) as pipeline,
                     pipeline.session() as session,
                 ):
                     for turn in range(2):

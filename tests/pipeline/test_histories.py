@@ -53,6 +53,8 @@ from dgr.wire.links import Link
 
 SPLITS = ["0:6", "0:2,2:6", "0:1,1:4,4:6", "0:4#b,4:6"]
 SMALL = replace(CONTEXT, n_ctx=48, n_batch=8, n_ubatch=4, n_seq_max=2)
+#: Tokens that stages may draw unasked.
+AHEAD = 2
 GREEDY, SEEDED = SamplingParams(), SamplingParams(temperature=0.8, seed=6)
 
 TOKENS = st.lists(st.integers(0, 255), min_size=1, max_size=11)
@@ -250,11 +252,11 @@ class Histories(RuleBasedStateMachine):
     # --- pipelines ---
 
     @precondition(lambda self: len(self.running) < 2)
-    @rule(split=st.sampled_from(SPLITS))
-    def open_pipeline(self, split: str) -> None:
+    @rule(split=st.sampled_from(SPLITS), ahead=st.sampled_from([0, AHEAD]))
+    def open_pipeline(self, split: str, ahead: int) -> None:
         async def live() -> None:
             try:
-                async with self.stages.pipeline(split) as pipeline, trio.open_nursery() as nursery:
+                async with self.stages.pipeline(split, ahead=ahead) as pipeline, trio.open_nursery() as nursery:
                     running = Running(pipeline, nursery)
                     self.running.append(running)
                     await running.left.wait()
@@ -362,7 +364,7 @@ class Histories(RuleBasedStateMachine):
     @rule(
         which=ANY,
         tokens=TOKENS,
-        count=st.integers(0, 3),
+        count=st.integers(0, 4),
         sampling=st.sampled_from([GREEDY, SEEDED]),
         diverge=st.integers(0, 9),
         turns=st.integers(0, 90),
@@ -579,7 +581,7 @@ class Histories(RuleBasedStateMachine):
                         assert actor.key.epoch == supervisor.epoch
         for talk in self.talks:
             its = talk.session
-            assert its.committed <= len(its.transcript)
+            assert its.committed <= len(its.transcript) + AHEAD
             if its.state is ClientState.READY:
                 assert its.in_flight == 0
 

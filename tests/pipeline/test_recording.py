@@ -22,6 +22,7 @@ from dgr.cluster.local import open_cluster
 from dgr.core.route import Route, StageRef, parse_split
 from dgr.testing.engines.fake import FakeEngine, FakeModel
 from dgr.wire import Limits, frames, memory_transports
+from dgr.wire.framing import decode_message
 
 PROMPT = [token % 250 for token in range(40)]
 _MESSAGE, _FRAGMENT = 1, 2
@@ -52,7 +53,7 @@ class Recording:
             if kind == _MESSAGE:
                 if stream:
                     streams[stream] = len(found)
-                found.append((frames.decode(body), len(body)))
+                found.append((decode_message(body), len(body)))
                 payloads.append(0)
             else:
                 assert kind == _FRAGMENT

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 import trio
+from conversations import reference
 from trio.testing import MockClock, wait_all_tasks_blocked
 
 from dgr.core.values import ContextParams, SamplingParams
@@ -26,6 +27,7 @@ from dgr.serving.engine import Answer, Job, Phase, ServingEngine, ServingLimits,
 from dgr.serving.line import Line
 from dgr.testing.engines.fake import Fault, FaultKind
 from dgr.testing.offline import Offline, open_fake_pipeline
+from dgr.testing.pause import pause
 from dgr.testing.waits import until
 
 PROMPT = tuple(b"What is it that you would have me say?")
@@ -388,3 +390,25 @@ async def test_the_hint_follows_how_long_slots_are_held(autojump_clock: MockCloc
     assert refused.value.retry_after == pytest.approx(25)  # five rounds of ten seconds on two slots
     for place in held:
         line.leave(place)
+
+
+@pytest.mark.parametrize("prefixes", [0, 1])
+async def test_a_stage_that_hangs_holds_nobody_beyond_the_deadline(autojump_clock: MockClock, prefixes: int) -> None:
+    """Not even where somebody else's session has to be closed first, or a copy be made."""
+    limits = ServingLimits(sessions=1, prefixes=prefixes, deadline=5)
+    async with serving(limits, sessions=1 + prefixes) as (engine, offline):
+        opening = tuple(range(200))
+        await drawn(engine, Job((*opening, 1), 2))
+        await drawn(engine, Job((*opening, 2), 2))
+        async with pause(offline.cluster.shards["stage-1"]):
+            for prompt in (PROMPT, (*opening, 3)):
+                began = trio.current_time()
+                with pytest.raises(RequestTimedOut):
+                    await drawn(engine, Job(prompt, 2))
+                assert trio.current_time() - began == pytest.approx(5)
+                with trio.move_on_after(1):
+                    await drawn(engine, Job(prompt, 2))
+                assert trio.current_time() - began == pytest.approx(6)
+        said, _ = await drawn(engine, Job((*opening, 3), 2))
+        assert said == reference((*opening, 3), 2)
+    assert all(shard.statistics().sessions == 0 for shard in offline.cluster.shards.values())

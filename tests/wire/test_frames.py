@@ -20,7 +20,7 @@ from dgr.core.values import ContextParams, Expectation, Key, LogitsWanted, Sampl
 from dgr.errors import FrameError
 from dgr.wire import frames, framing
 from dgr.wire.frames import Boundary, Frame, Logits, Tokens
-from dgr.wire.framing import encode
+from dgr.wire.framing import decode_message, encode, encode_message
 from dgr.wire.schema import describe
 
 members = pytest.mark.parametrize("member", MEMBERS, ids=lambda member: member.__name__)
@@ -34,7 +34,7 @@ anything = st.one_of(*(values(type_of(member)) for member in MEMBERS))
 @pytest.mark.parametrize("greatest", [False, True], ids=["least", "greatest"])
 def test_least_and_greatest_values_come_back(member: type[msgspec.Struct], greatest: bool) -> None:
     frame = extreme(type_of(member), greatest, n_items=None if member is not Boundary else 512)
-    back = frames.decode(frames.encode_message(frame))
+    back = decode_message(encode_message(frame))
     assert back == frame
     assert type(back) is member
 
@@ -42,7 +42,7 @@ def test_least_and_greatest_values_come_back(member: type[msgspec.Struct], great
 @given(anything)
 @settings(derandomize=True, deadline=None, max_examples=200)
 def test_any_frame_comes_back(frame: Frame) -> None:
-    back = frames.decode(frames.encode_message(frame))
+    back = decode_message(encode_message(frame))
     assert back == frame
     assert type(back) is type(frame)
 
@@ -57,7 +57,7 @@ def test_frames_are_values() -> None:
 def test_a_sampling_of_whole_numbers_is_the_same_sampling() -> None:
     whole = SamplingParams(1, 0, 1, 0, 1, 0, 0, -1, 0, 0, 0)
     frame = Tokens(key(), 1, Expectation(0, DIGEST), (1,), LogitsWanted.LAST, whole)
-    back = frames.decode(frames.encode_message(frame))
+    back = decode_message(encode_message(frame))
     assert isinstance(back, Tokens)
     assert back.sampling == whole
     assert isinstance(back.sampling.temperature, float)
@@ -134,13 +134,13 @@ def _wrong(schema: Any, value: Any) -> Iterator[Any]:
 def test_every_wrong_value_of_every_field_is_refused(member: type[msgspec.Struct]) -> None:
     schema = type_of(member)
     frame = extreme(schema, True, n_items=2)
-    wire = msgspec.msgpack.decode(frames.encode_message(frame))
-    assert frames.decode(msgspec.msgpack.encode(wire)) == frame
+    wire = msgspec.msgpack.decode(encode_message(frame))
+    assert decode_message(msgspec.msgpack.encode(wire)) == frame
     count = 0
     for bad in _wrong(schema, wire):
         data = msgspec.msgpack.encode(bad)
         with pytest.raises(msgspec.DecodeError):
-            frames.decode(data)
+            decode_message(data)
         count += 1
     assert count >= 7 * len(schema.fields)
 
@@ -157,13 +157,13 @@ def test_every_wrong_value_of_every_field_is_refused(member: type[msgspec.Struct
 )
 def test_an_identity_that_makes_no_sense_is_no_message(path: tuple[str, ...], value: object) -> None:
     hello = extreme(type_of(frames.Hello), True, n_items=2)
-    wire = msgspec.msgpack.decode(frames.encode_message(hello))
+    wire = msgspec.msgpack.decode(encode_message(hello))
     part, names = wire[1 + frames.Hello.__struct_fields__.index("identity")], StageIdentity.__struct_fields__
     for name in path[:-1]:
         part, names = part[names.index(name)], ContextParams.__struct_fields__
     part[names.index(path[-1])] = value
     with pytest.raises(msgspec.DecodeError):
-        frames.decode(msgspec.msgpack.encode(wire))
+        decode_message(msgspec.msgpack.encode(wire))
 
 
 def test_unknown_tags_are_refused() -> None:
@@ -171,7 +171,7 @@ def test_unknown_tags_are_refused() -> None:
     assert len(known) == len(MEMBERS)
     for tag in {*range(-1, 300), 2**31, 2**64 - 1} - known:
         with pytest.raises(msgspec.DecodeError):
-            frames.decode(msgspec.msgpack.encode([tag, [bytes(16), 1, 1], 1, 1]))
+            decode_message(msgspec.msgpack.encode([tag, [bytes(16), 1, 1], 1, 1]))
 
 
 @pytest.mark.parametrize(
@@ -181,13 +181,13 @@ def test_unknown_tags_are_refused() -> None:
 )
 def test_what_is_no_message_is_refused(data: bytes) -> None:
     with pytest.raises(msgspec.DecodeError):
-        frames.decode(data)
+        decode_message(data)
 
 
 def test_bytes_after_a_message_are_refused() -> None:
     for data in (b"\x00", b"\xc0", b"\x91" * 1000):
         with pytest.raises(msgspec.DecodeError):
-            frames.decode(frames.encode_message(frames.Pong(1)) + data)
+            decode_message(encode_message(frames.Pong(1)) + data)
 
 
 _BAD: tuple[object, ...] = ("\udcff", 2**70, -1, b"short", None, ({},))
@@ -215,6 +215,7 @@ SEQUENCES = {
     "Tokens.tokens": "token ids",
     "Boundary.tokens": "token ids",
     "Token.top": "log-probabilities beside one token",
+    "DecodeRun.stop": "token ids",
     "StateSummary.components": "counts and a digest per component",
     "StageIdentity.components": "names",
     "StageIdentity.capabilities": "pairs of names",

@@ -36,7 +36,7 @@ from dgr.core.values import Expectation, LogitsWanted
 from dgr.errors import FrameError
 from dgr.wire import frames, framing
 from dgr.wire.frames import Boundary, Frame, Logits, Ping, Pong, Tokens
-from dgr.wire.framing import HEADER_SIZE, Framer, Limits, Received, encode
+from dgr.wire.framing import HEADER_SIZE, Framer, Limits, Received, encode, encode_message
 
 MESSAGE, FRAGMENT = 1, 2
 HEADER = struct.Struct("<IBBH")
@@ -50,7 +50,7 @@ def packet(kind: int, body: bytes, stream: int = 0, *, length: int | None = None
 
 def announcement(frame: Frame, stream: int) -> bytes:
     """The message of a frame alone, unchecked."""
-    return packet(MESSAGE, frames.encode_message(frame), stream)
+    return packet(MESSAGE, encode_message(frame), stream)
 
 
 def reasons(value: object) -> str:
@@ -311,10 +311,10 @@ def test_fragments_are_views_of_the_payload_and_never_longer_than_agreed() -> No
         (packet(MESSAGE, b"", length=SMALL.message + 1), "agreed on 1.."),
         (packet(MESSAGE, b"", length=2**32 - 1), "message of 4294967295 bytes"),
         (packet(MESSAGE, b"\xc0"), "not a frame of this schema"),
-        (packet(MESSAGE, frames.encode_message(Pong(1)) + b"\0"), "not a frame of this schema"),
-        (packet(MESSAGE, frames.encode_message(Pong(1)), reserved=1), "reserved byte"),
-        (packet(MESSAGE, frames.encode_message(Pong(1)), 5), "Pong has no payload but names stream 5"),
-        (packet(MESSAGE, frames.encode_message(Ping(1, b"\0\1"))), "other than zero"),
+        (packet(MESSAGE, encode_message(Pong(1)) + b"\0"), "not a frame of this schema"),
+        (packet(MESSAGE, encode_message(Pong(1)), reserved=1), "reserved byte"),
+        (packet(MESSAGE, encode_message(Pong(1)), 5), "Pong has no payload but names stream 5"),
+        (packet(MESSAGE, encode_message(Ping(1, b"\0\1"))), "other than zero"),
         (packet(FRAGMENT, b"x", 1), "stream 1, which no frame announced"),
         (packet(FRAGMENT, b"x", 0), "stream 0, which no frame announced"),
         (announcement(boundary()[0], 0), "stream 0, which is taken or reserved"),
@@ -476,7 +476,7 @@ def cost(data: bytes, limits: Limits = FLASH) -> int:
 def _endless_tokens() -> bytes:
     """A message of 100 bytes that says it holds 2**20 token ids."""
     frame = Tokens(key(), 1, Expectation(0, DIGEST), (1,), LogitsWanted.NONE, None)
-    body = frames.encode_message(frame)
+    body = encode_message(frame)
     place = body.rindex(b"\x91\x01")
     return packet(MESSAGE, body[:place] + b"\xdd" + struct.pack(">I", 2**20) + bytes(40))
 
@@ -508,7 +508,7 @@ def test_an_announced_payload_costs_nothing_until_it_comes() -> None:
         Framer(FLASH).receive(announcement(frame, 1))
     for limits in (FLASH, wide):
         assert cost(announcement(frame, 1), limits) < 64 * 1024
-    huge = packet(MESSAGE, frames.encode_message(msgspec.structs.replace(frame, tokens=(1,) * 2**20)), 1)
+    huge = packet(MESSAGE, encode_message(msgspec.structs.replace(frame, tokens=(1,) * 2**20)), 1)
     assert cost(huge) < 64 * 1024
 
 

@@ -15,6 +15,7 @@ from attrs import evolve
 from msgspec import UNSET
 
 from dgr.cli.options import add_link_arguments
+from dgr.cli.progress import progress_bar
 from dgr.errors import InputError
 from dgr_bench.benchmark import Command, Scratch, measure
 from dgr_bench.certify.checks import verdicts
@@ -44,7 +45,8 @@ def _verify(args: argparse.Namespace) -> int:
     result = read_result(args.result)
     folder = args.result if args.result.is_dir() else args.result.parent
     profile = profile_in(result)
-    checks = recompute(result, profile, folder)
+    with progress_bar("computing metrics and verdicts again"):
+        checks = recompute(result, profile, folder)
     if not args.no_rerun:
         if args.split not in (None, result.subject["split"]):
             raise InputError(f"the certificate is of the split {result.subject['split']}, not of {args.split}")

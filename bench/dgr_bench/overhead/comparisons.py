@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ import trio
 from msgspec.structs import replace
 
 from dgr import ContextParams, Numerics, Pipeline, open_pipeline, open_route
+from dgr.client.generation import AHEAD
 from dgr.engine.native import build_info
 from dgr.selftest.chain import some_tokens
 from dgr.testing.network.processes import open_up, write_route
@@ -56,10 +57,10 @@ async def prefill_seconds(pipeline: Pipeline, tokens: int) -> float:
         return trio.current_time() - began
 
 
-async def decode_seconds(pipeline: Pipeline, tokens: int) -> float:
+async def decode_seconds(pipeline: Pipeline, tokens: int, ahead: int = AHEAD) -> float:
     """From the first token of an answer to that many later."""
     async with pipeline.session() as session:
-        answer = session.generate(some_tokens(1, pipeline.n_vocab), max_tokens=tokens + 1, stop=())
+        answer = session.generate(some_tokens(1, pipeline.n_vocab), max_tokens=tokens + 1, stop=(), ahead=ahead)
         await anext(answer)
         began = trio.current_time()
         async for _ in answer:
@@ -90,15 +91,19 @@ def comparisons(model: Path, plan: OverheadPlan, llama_bench: Path) -> list[Comp
             yield _runs(pipeline, phase, tokens), partial(theirs.seconds, **{phase: tokens})
 
     @asynccontextmanager
-    async def in_two_processes() -> AsyncIterator[Sides]:
+    async def in_two_processes(against_whole: bool) -> AsyncIterator[Sides]:
         tokens, native = plan.tokens["decode"], plan.context("decode", Numerics.NATIVE)
         # A stage takes no batch longer than its context, and would not be the one that the route asks for.
         native = replace(native, n_ctx=max(native.n_ctx, native.n_batch))
         with tempfile.TemporaryDirectory() as folder:
             settings = msgspec.structs.asdict(native) | {"numerics": native.numerics.value}
             file = write_route(Path(folder) / "route.toml", model, plan.split, **settings)
-            async with open_up(file), open_route(file) as two, open_pipeline(model, context=native) as whole:
-                yield _runs(two, "decode", tokens), _runs(whole, "decode", tokens)
+            async with open_up(file), open_route(file) as two, AsyncExitStack() as stack:
+                if against_whole:
+                    whole = await stack.enter_async_context(open_pipeline(model, context=native))
+                    yield _runs(two, "decode", tokens), _runs(whole, "decode", tokens)
+                else:
+                    yield _runs(two, "decode", tokens), partial(decode_seconds, two, tokens, 0)
 
     @asynccontextmanager
     async def of_numerics(phase: str) -> AsyncIterator[Sides]:
@@ -112,7 +117,8 @@ def comparisons(model: Path, plan: OverheadPlan, llama_bench: Path) -> list[Comp
         for phase in ("prefill", "decode"):
             words = f"one stage / llama-bench, {threads} thread{'s' * (threads > 1)}"
             add(phase, words, partial(against_upstream, phase, threads))
-    add("decode", "two processes / whole, 1 thread each", in_two_processes)
+    add("decode", "two processes / whole, 1 thread each", partial(in_two_processes, True))
+    add("decode", "two processes, runs / a request a token", partial(in_two_processes, False), goal=False)
     for phase in ("prefill", "decode"):
         add(phase, "exact / native numerics, 1 thread", partial(of_numerics, phase), goal=phase == "decode")
     return found

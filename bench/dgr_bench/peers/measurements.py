@@ -15,6 +15,7 @@ import trio
 from attrs import frozen
 
 from dgr import ClientSession, ContextParams, Pipeline, SamplingParams, open_pipeline_on
+from dgr.client.generation import AHEAD
 from dgr.cluster.connect import LinkPolicy, RemoteConnector
 from dgr.core.values import Numerics
 from dgr.engine.native import build_info
@@ -76,7 +77,11 @@ class Ours:
         """Seconds, bytes on all cables, and turns on them, of tokens drawn after ``depth`` others."""
         async with self.pipeline.session() as session:
             answer = session.generate(
-                some_tokens(max(depth, 1), self.plan.n_vocab), max_tokens=tokens + 1, stop=(), sampling=SamplingParams()
+                some_tokens(max(depth, 1), self.plan.n_vocab),
+                max_tokens=tokens + 1,
+                stop=(),
+                sampling=SamplingParams(),
+                ahead=AHEAD,
             )
             await anext(answer)
             before, began = _counts(self.cables), trio.current_time()
@@ -90,7 +95,11 @@ class Ours:
         pid = self.up.events(self.tail, "ready")[-1]["pid"]
         async with self.pipeline.session() as session:
             answer = session.generate(
-                some_tokens(32, self.plan.n_vocab), max_tokens=_KILL_ANSWER, stop=(), sampling=SamplingParams()
+                some_tokens(32, self.plan.n_vocab),
+                max_tokens=_KILL_ANSWER,
+                stop=(),
+                sampling=SamplingParams(),
+                ahead=AHEAD,
             )
             for _ in range(_KILL_AFTER):
                 await anext(answer)

@@ -198,7 +198,8 @@ class GeneratingEndpoint(Endpoint):
                 problem = sampling_problem(sampling, self.service.engine.pipeline.n_vocab)
                 if problem is not None:  # it begins with the parameter's name
                     raise ApiError(400, problem, param=fields.name_of(problem.split()[0]), code="invalid_value")
-                jobs.append(Job(prompt, most, sampling, stop, least, seeded=fields.seed is not None, shared=shared))
+                ends_early, seeded = bool(fields.stop_strings), fields.seed is not None
+                jobs.append(Job(prompt, most, sampling, stop, least, ends_early, seeded=seeded, shared=shared))
         return jobs
 
     # --- running ---

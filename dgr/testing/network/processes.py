@@ -152,26 +152,36 @@ class Program:
             self.errors += part.decode(errors="replace")
 
 
-def open_program(*arguments: str, stdin: int = subprocess.DEVNULL) -> AbstractAsyncContextManager[Program]:
-    """Run ``dgr`` with ``arguments`` for the length of the block; it is told to end, or killed if the block failed."""
-    return open_command(*python_module("dgr", *arguments), stdin=stdin)
+def open_program(
+    *arguments: str, stdin: int = subprocess.DEVNULL, stderr: int = subprocess.PIPE, python: str | None = None
+) -> AbstractAsyncContextManager[Program]:
+    """Run ``dgr`` with ``arguments`` for the length of the block; it is told to end, or killed if the block failed.
+
+    ``stderr``: a descriptor for what it says there, and whatever it starts; by default it is kept in ``errors``.
+    ``python``: the interpreter of another environment, whose dgr is run.
+    """
+    command = python_module("dgr", *arguments) if python is None else [python, "-I", "-m", "dgr", *arguments]
+    return open_command(*command, stdin=stdin, stderr=stderr)
 
 
 @asynccontextmanager
-async def open_command(*command: str, stdin: int = subprocess.DEVNULL) -> AsyncIterator[Program]:
+async def open_command(
+    *command: str, stdin: int = subprocess.DEVNULL, stderr: int = subprocess.PIPE
+) -> AsyncIterator[Program]:
     """Run a command that becomes, or is, one process, as :func:`open_program` does ``dgr``."""
     process = await trio.lowlevel.open_process(
         command,
         stdin=stdin,
         stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        stderr=stderr,
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
     )
     program = Program(process)
     try:
         async with open_nursery() as nursery:
             nursery.start_soon(program._read)
-            nursery.start_soon(program._read_errors)
+            if process.stderr is not None:
+                nursery.start_soon(program._read_errors)
             yield program
             await program.stop()
             nursery.cancel_scope.cancel()
@@ -180,18 +190,23 @@ async def open_command(*command: str, stdin: int = subprocess.DEVNULL) -> AsyncI
             if process.returncode is None:
                 process.kill()
                 await process.wait()
+            for stream in (process.stdout, process.stderr):
+                if stream is not None:
+                    await stream.aclose()
 
 
 @asynccontextmanager
-async def open_up(file: RouteFile, *options: str) -> AsyncIterator[Program]:
+async def open_up(file: RouteFile, *options: str, stderr: int = subprocess.PIPE) -> AsyncIterator[Program]:
     """``dgr up`` on a route file, with every stage ready; none is left when the block ends, whatever happened.
 
     ``options``: flags of ``dgr up``, as ``"--heartbeat", "0.25"``. A stage computes with one thread unless
-    ``"--threads", "N"`` is among them. Raises :class:`ProgramEnded`, :class:`~dgr.errors.DeadlineExceeded`.
+    ``"--threads", "N"`` is among them. ``stderr``: see :func:`open_program`. Raises :class:`ProgramEnded`,
+    :class:`~dgr.errors.DeadlineExceeded`.
     """
     pids: list[int] = []
     try:
-        async with open_program("up", spelled_out(file.path), "--json", "--threads", "1", *options) as program:
+        arguments = "up", spelled_out(file.path), "--json", "--threads", "1", *options
+        async with open_program(*arguments, stderr=stderr) as program:
             try:
                 for ref in file.stages:
                     await program.ready(ref.address)

@@ -12,6 +12,7 @@ import random
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from statistics import median
 from typing import Any
 
 import pytest
@@ -165,16 +166,18 @@ def spend_time(model: Any) -> None:
 
 
 class Load:
-    """What became of the requests of :data:`SPAN` seconds."""
+    """What became of the requests of a span of seconds."""
 
-    def __init__(self, ask: Ask, seed: int) -> None:
+    def __init__(self, ask: Ask, seed: int, span: float) -> None:
         self.ends: Counter[str] = Counter()
         #: Answers that were complete within the time.
         self.goodput = 0
+        #: Seconds that the answers took.
+        self.took: list[float] = []
         self._ask = ask
         self._dice = random.Random(seed)
         self._name = 1000 * seed
-        self._until = trio.current_time() + SPAN
+        self._until = trio.current_time() + span
 
     def _request(self) -> Asked:
         """One in sixteen cannot be complete by the deadline, and one in eight of the clients leaves."""
@@ -185,11 +188,14 @@ class Load:
         return Asked(self._name, tokens, dice.random() < 0.5, patience)
 
     async def _one(self, asked: Asked) -> None:
+        began = trio.current_time()
         try:
             end = await self._ask(asked)
         except AssertionError as error:
             end = f"wrong: {error}"
         self.ends[end] += 1
+        if end == ANSWERED:
+            self.took.append(trio.current_time() - began)
         self.goodput += end == ANSWERED and trio.current_time() < self._until
 
     async def one_after_another(self) -> None:
@@ -211,16 +217,19 @@ class Load:
                 await trio.sleep(self._dice.expovariate(per_second))
 
 
-async def check(way: Callable[[], Any]) -> None:
+async def check(way: Callable[[], Any], span: float = SPAN) -> None:
     async with way() as (engine, ask):
-        unloaded = Load(ask, 1)
+        unloaded = Load(ask, 1, span)
         await unloaded.one_after_another()
         assert set(unloaded.ends) == {ANSWERED, LATE, LEFT}
-        loaded = Load(ask, 2)
-        await loaded.at_random(10 * unloaded.goodput / SPAN)
+        loaded = Load(ask, 2, span)
+        await loaded.at_random(10 * unloaded.goodput / span)
         assert set(loaded.ends) == {ANSWERED, REFUSED, LATE, LEFT}
         assert loaded.goodput >= 0.9 * unloaded.goodput
         assert loaded.ends[REFUSED] > 5 * loaded.ends[ANSWERED]
+        # Whoever was let in waits for those before it, as often as the line has rounds, and then takes as long as any other.
+        rounds = 1 + math.ceil((LIMITS.max_waiting + 1) / SLOTS)
+        assert median(loaded.took) <= rounds * median(unloaded.took)
         assert (engine.line.running, engine.line.waiting, engine.line.waiting_tokens) == (0, 0, 0)
         assert not engine._answers
         assert not any(kept.in_use for kept in engine.sessions._kept)
@@ -238,6 +247,12 @@ async def test_everybody_is_answered_refused_at_once_or_told_by_the_deadline(
     autojump_clock: MockClock, way: Callable[[], Any]
 ) -> None:
     await check(way)
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("way", [library, http])
+async def test_minutes_of_ten_times_the_load_change_nothing(autojump_clock: MockClock, way: Callable[[], Any]) -> None:
+    await check(way, 5 * 60.0)
 
 
 def takes_anybody(_: Line, _tokens: int) -> None:
