@@ -11,6 +11,7 @@ from dgr.core.load import Side
 from dgr.core.values import SamplingParams
 from dgr.errors import InputError
 from dgr.serving.engine import Job, ServingLimits
+from dgr.serving.sessions import Miss
 from dgr.testing.offline import Offline
 
 AHEAD = ServingLimits(deadline=100, ahead=4)
@@ -35,7 +36,7 @@ async def test_an_answer_ends_where_it_should_and_the_next_turn_evaluates_only_w
         turn = Job((*PROMPT, *tokens, *b" And then?"), 4)
         _, answer = await drawn(engine, turn)
         assert answer.usage.cached == len(PROMPT) + len(due) - (ending is None)
-        assert not engine.sessions.misses["lost"]
+        assert not engine.sessions.misses[Miss.LOST]
 
 
 @pytest.mark.parametrize("left_after", range(1, 12, 2))
