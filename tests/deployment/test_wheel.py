@@ -38,7 +38,7 @@ def run(*command: str | Path, cwd: Path, **environment: str) -> subprocess.Compl
     own = {"PATH": path, "PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(PACKAGES), "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     words = [str(word) for word in command]
     return subprocess.run(
-        words, cwd=cwd, env=kept | own | environment, capture_output=True, text=True, check=False, timeout=1200
+        words, cwd=cwd, env=kept | own | environment, capture_output=True, text=True, check=False, timeout=3600
     )
 
 
