@@ -17,8 +17,7 @@ from dgr.errors import LinkBroken
 from dgr.protocol.limits import limits_of
 from dgr.stage.shard import Shard
 from dgr.testing.network.relay import Flow, Relay, open_relay
-from dgr.wire import frames
-from dgr.wire.framing import HEADER_SIZE, Limits
+from dgr.wire.framing import HEADER_SIZE, Limits, decode_message
 from dgr.wire.links import Link, open_link
 from dgr.wire.memory import memory_transports
 from dgr.wire.nurseries import open_nursery
@@ -101,7 +100,7 @@ class Packets(trio.abc.Stream):
             flipped[self._rng.randrange(len(flipped))] ^= 1 << self._rng.randrange(8)
             self._out.append(bytes(flipped))
         elif self.faults and self._struck is None and is_message:
-            size = frames.decode(packet[HEADER_SIZE:]).payload if stream else 0  # type: ignore[union-attr]
+            size = decode_message(packet[HEADER_SIZE:]).payload if stream else 0  # type: ignore[union-attr]
             self._struck = self.faults.popleft(), bytearray(packet), stream, size
         else:
             self._out.append(packet)

@@ -157,8 +157,8 @@ def open_program(
 ) -> AbstractAsyncContextManager[Program]:
     """Run ``dgr`` with ``arguments`` for the length of the block; it is told to end, or killed if the block failed.
 
-    ``stderr``: a descriptor for what it says there, and whatever it starts; by default it is kept in ``errors``. ``python``:
-    the interpreter of another environment, whose dgr is run.
+    ``stderr``: a descriptor for what it says there, and whatever it starts; by default it is kept in ``errors``.
+    ``python``: the interpreter of another environment, whose dgr is run.
     """
     command = python_module("dgr", *arguments) if python is None else [python, "-I", "-m", "dgr", *arguments]
     return open_command(*command, stdin=stdin, stderr=stderr)
