@@ -11,9 +11,9 @@ from pathlib import Path
 
 import llama_cpp
 
-#: Seconds of one core, on a Zen 4 of 2023 at 3 to 4 GHz, and whether several cores share them. `docs/benchmarks.md` says how
-#: they were measured.
-COMPILING_LLAMA_CPP, COMPILING_DGR, COMPRESSED = 190, 30, 5
+#: Processor seconds, as `time` told of each step on a server of 2023 (Zen 4) that was busy with other things; several cores
+#: share the first two. A first run of its own takes less rather than more.
+COMPILING_LLAMA_CPP, COMPILING_DGR, COMPRESSED = 190, 25, 5
 #: Seconds, cores or not: a virtual environment and packages from a registry that is near; tests, model and answer.
 INSTALLING, RUNNING = 25, 8
 
