@@ -46,7 +46,8 @@ def steps(venv: Path, model: Path) -> list[tuple[str, float]]:
         return [run]
     if not (venv / ".stamp-tools").exists():
         found.append((f"install build tools and libraries into {venv}, from PyPI", INSTALLING))
-    prefix = llama_cpp.prefix_of(llama_cpp.Flavour(patched=True, cc=os.environ["CC"], cxx=os.environ["CXX"]))
+    cc, cxx = os.environ.get("CC") or "cc", os.environ.get("CXX") or "c++"
+    prefix = llama_cpp.prefix_of(llama_cpp.Flavour(patched=True, cc=cc, cxx=cxx))
     if not prefix.exists():
         where = prefix.parent.parent
         found.append((f"compile llama.cpp, once, into {where}", COMPILING_LLAMA_CPP / n + COMPRESSED))
