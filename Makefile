@@ -1,8 +1,10 @@
 # make demo      builds dgr, makes a small V4 model, generates text through three stages; says first how long that takes
 # make test      the default suite
 # make test-long what takes minutes: every cut, the unpatched reference, soaks
-# make test-fuzz:  thousands of damaged inputs, seeded
+# make test-fuzz:  thousands of damaged files and hostile connections, seeded
 # make test-chaos: faults by the thousand, with SEED= and FAULTS= to run some again; every step of every call; long soaks
+# make fuzz-coverage: readers of bytes under atheris, TIME=60 seconds each; it has an environment of its own, over the other one
+# make test-http-hostile: schemathesis against a server, over its description; it has an environment of its own
 # make test-llama-bench: what runs upstream's llama-bench and llama-server, which it builds on demand
 # make test-load: the load client llama-benchy against a server, offline; it has an environment of its own
 # make test-ray: stages in a Ray cluster on this machine; Ray has an environment of its own, over the other one
@@ -28,6 +30,11 @@ BIN    := $(VENV)/bin
 MODEL  := build/demo.gguf
 LOAD   := build/load-client
 RAY    := build/ray
+GUIDED := build/guided
+HOSTILE := build/http-hostile
+# Seconds that each target is fuzzed for, and which targets.
+TIME   ?= 60
+TARGETS ?= framer frames route manifest gguf bodies
 DOCS   := build/docs
 
 WHEEL  := build/wheel
@@ -36,6 +43,8 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --con
 NATIVE := $(wildcard cffi_build/*.* cffi_build/stable_abi/* vendor/llama.cpp/*.* vendor/llama.cpp/patches/*)
 
 PURELIB := 'import sysconfig; print(sysconfig.get_path("purelib"))'
+# An environment that sees the development environment as if it were in it.
+over = echo "import site; site.addsitedir('$$($(BIN)/python -c $(PURELIB))')" > $$($(1)/bin/python -c $(PURELIB))/dgr-development.pth
 
 # One choice of compilers for all steps: scikit-build-core would take the names that Python was built with.
 ifeq ($(origin CC),default)
@@ -61,7 +70,7 @@ $(foreach choice,$(CHOICES),$(eval $(call keep_choice,$(choice))))
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .PHONY: demo announce numerics wheel wheel-cost test-wheel coverage test test-long test-fuzz test-chaos test-llama-bench test-load \
-	load-client test-ray ray test-kernel-builds test-vulkan test-hosts test-sanitizers lint docs pages build ctest check-patches \
+	load-client test-ray ray fuzz-coverage guided test-http-hostile http-hostile test-kernel-builds test-vulkan test-hosts test-sanitizers lint docs pages build ctest check-patches \
 	check-mtp clean FORCE
 
 # Exact numerics run with no types but those that were tested on these kernels; here those of this model, in seconds.
@@ -78,7 +87,7 @@ $(MODEL): $(VENV)/.stamp-dgr
 	@touch $@
 
 DEFAULT := not slow and not native_reference and not llama_bench and not fuzz and not chaos and not kernel_builds and not load and not ray \
-	and not vulkan and not hosts and not sanitizers and not wheel
+	and not vulkan and not hosts and not sanitizers and not wheel and not http_hostile
 
 test: build
 	$(BIN)/python -m pytest -m "$(DEFAULT)"
@@ -88,6 +97,30 @@ test-long: build
 
 test-fuzz: build
 	$(BIN)/python -m pytest -m fuzz
+
+# What is found stays in tests/guided/regressions, where the suite runs it.
+fuzz-coverage: build guided
+	for target in $(TARGETS); do \
+		$(GUIDED)/bin/python tests/guided/run_guided.py $$target --seconds $(TIME) --corpus build/corpus || exit 1; \
+	done
+
+guided: $(GUIDED)/.stamp
+
+$(GUIDED)/.stamp: constraints-guided.txt $(VENV)/.stamp-tools
+	$(PYTHON) -m venv --clear $(GUIDED)
+	$(GUIDED)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-guided.txt atheris
+	$(call over,$(GUIDED))
+	touch $@
+
+test-http-hostile: build http-hostile
+	$(BIN)/python -m pytest -m http_hostile
+
+http-hostile: $(HOSTILE)/.stamp
+
+$(HOSTILE)/.stamp: constraints-http-hostile.txt
+	$(PYTHON) -m venv --clear $(HOSTILE)
+	$(HOSTILE)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-http-hostile.txt schemathesis
+	touch $@
 
 # The same order of sets in every process, so that a seed means the same everywhere.
 test-chaos: build
@@ -117,7 +150,7 @@ ray: $(RAY)/.stamp
 $(RAY)/.stamp: constraints-ray.txt $(VENV)/.stamp-tools
 	$(PYTHON) -m venv --clear $(RAY)
 	$(RAY)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-ray.txt 'ray==2.60.*'
-	echo "import site; site.addsitedir('$$($(BIN)/python -c $(PURELIB))')" > $$($(RAY)/bin/python -c $(PURELIB))/dgr-development.pth
+	$(call over,$(RAY))
 	touch $@
 
 # An environment of its own. Kernels for a class of CPUs, since wheels travel: ggml's, without GGML_NATIVE, are x86-64-v3 (AVX2,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import io
 import lzma
 import os
 from collections.abc import Iterator, Mapping
@@ -17,6 +18,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from dgr.core.files.inputs import NOT_JSON, read_whole, too_long
 from dgr.core.files.outputs import write_file
 from dgr.errors import InputError
 from dgr_bench.environment import Environment, Load, environment, load_now
@@ -28,6 +30,8 @@ SCHEMA = "dgr-bench/2"
 #: What is read: units mean the same in both.
 _READABLE = ("dgr-bench/1", SCHEMA)
 _FILE = "result.json"
+#: A hundred times what a certificate takes, unpacked.
+_MOST_BYTES = 64 << 20
 #: Whoever holds it writes to the folder.
 _LOCK = ".lock"
 
@@ -98,11 +102,11 @@ def read_result(path: str | os.PathLike[str]) -> Result:
         packed = path / f"{_FILE}.xz"
         path = packed if packed.exists() and not (path / _FILE).exists() else path / _FILE
     try:
-        text = path.read_bytes()
-        result = msgspec.json.decode(lzma.decompress(text) if path.suffix == ".xz" else text, type=Result)
+        text = read_whole(path, _MOST_BYTES, "a result")
+        result = msgspec.json.decode(_unpacked(path, text) if path.suffix == ".xz" else text, type=Result)
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror or error}; give a result.json or its folder") from error
-    except (msgspec.DecodeError, lzma.LZMAError) as error:
+    except (lzma.LZMAError, EOFError, *NOT_JSON) as error:
         raise InputError(f"{path} is not a result of dgr-bench: {error}") from error
     if result.schema not in _READABLE:
         raise InputError(f"{path} has schema {result.schema!r}; this dgr-bench reads {' and '.join(_READABLE)}")
@@ -111,6 +115,15 @@ def read_result(path: str | os.PathLike[str]) -> Result:
             f"{path}: the plan has digest {digest_of(result.plan)}, but the result says {result.plan_digest}"
         )
     return result
+
+
+def _unpacked(path: Path, packed: bytes) -> bytes:
+    """The content of a compressed result: a megabyte may stand for more than there is memory."""
+    with lzma.open(io.BytesIO(packed)) as file:
+        text = file.read(_MOST_BYTES + 1)
+    if len(text) > _MOST_BYTES:
+        raise too_long(str(path), _MOST_BYTES, "a result")
+    return text
 
 
 def write_result(result: Result, folder: Path) -> None:

@@ -22,9 +22,10 @@ import msgspec
 
 from dgr.artifact.manifest import DIGEST_SIZE
 from dgr.core.cache_dir import cache_dir, keep, one_at_a_time
+from dgr.core.files.inputs import NOT_JSON, read_whole
 from dgr.core.host import available_cpus
 from dgr.core.units import human_bytes
-from dgr.errors import ArtifactError
+from dgr.errors import ArtifactError, InputError
 from dgr.gguf.reader import GgufFile, TensorInfo
 
 __all__ = ["Progress", "digest_tensors", "known_digests", "new_digest"]
@@ -39,6 +40,8 @@ _STEP = 1 << 20
 _MOST_WORKERS = 16
 #: Seconds within which a time of change may stand for two contents (network file systems count whole seconds).
 _SETTLED = 2.0
+#: Bytes of a record; one of V4 Flash has 0.2 MiB.
+_MOST_BYTES = 64 << 20
 #: Files whose records are kept.
 _KEPT = 256
 #: From here on reading everything takes long enough to be announced.
@@ -118,8 +121,9 @@ def _record_path(key: str) -> Path:
 
 def _read_record(key: str) -> _Record:
     try:
-        return msgspec.json.decode(_record_path(key).read_bytes(), type=dict[str, _Digest])
-    except (OSError, msgspec.DecodeError):
+        text = read_whole(_record_path(key), _MOST_BYTES, "a record of digests")
+        return msgspec.json.decode(text, type=dict[str, _Digest])
+    except (OSError, InputError, *NOT_JSON):
         return {}
 
 

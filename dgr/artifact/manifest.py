@@ -16,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 
+from dgr.core.files.inputs import NOT_JSON
 from dgr.errors import ArtifactError
 from dgr.gguf.reader import MetaValue, TensorInfo
 from dgr.gguf.types import GgmlType
@@ -132,7 +133,7 @@ def decode_manifest(data: bytes | str, path: Path) -> Manifest:
     """Read and check a manifest; ``path`` is where it came from, for the error."""
     try:
         manifest = msgspec.json.decode(data, type=Manifest)
-    except (msgspec.DecodeError, UnicodeError) as wrong:
+    except NOT_JSON as wrong:
         raise ArtifactError(f"{path}: the manifest of its model is damaged: {wrong}; make it again") from wrong
     if manifest.version != 1:
         raise ArtifactError(f"{path}: its manifest has version {manifest.version}, this dgr reads 1; use a newer dgr")

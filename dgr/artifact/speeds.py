@@ -16,7 +16,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from dgr.artifact.artifact import Artifact
-from dgr.core.files.inputs import read_whole
+from dgr.core.files.inputs import NOT_JSON, read_whole
 from dgr.core.route import LayerRange
 from dgr.errors import InputError
 from dgr.v4.tensors import block_tensors
@@ -69,7 +69,7 @@ def read_speed(path: str | Path) -> HostSpeed:
         speed = msgspec.json.decode(read_whole(Path(path), _MOST_BYTES, "a host's speeds"), type=HostSpeed)
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror or error}") from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except NOT_JSON as error:
         raise InputError(f"{path} is not what `dgr benchmark` writes: {error}") from error
     if speed.format != FORMAT:
         raise InputError(f"{path} has format {speed.format}, this dgr reads {FORMAT}: run `dgr benchmark` there again")

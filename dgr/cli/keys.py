@@ -14,7 +14,7 @@ from dgr.cli.streams import print_json
 from dgr.core.files.inputs import read_whole
 from dgr.core.files.outputs import NewFile, write_new_files
 from dgr.errors import InputError
-from dgr.wire.credentials import check_private_key
+from dgr.wire.credentials import MOST_PEM_BYTES, check_private_key
 
 if TYPE_CHECKING:
     from cryptography import x509
@@ -29,8 +29,6 @@ _NAME = re.compile(
 )
 #: Certificates of the CA hold ten times as long as those of hosts; a century is more than anyone's cluster.
 _MOST_DAYS = 36_500
-#: A certificate or a key takes a thousandth of it; what is longer is something else, or has no end.
-_MOST_BYTES = 1 << 20
 
 
 def register(subparsers: argparse._SubParsersAction[Any]) -> None:
@@ -122,8 +120,8 @@ def _load(path: Path, key_path: Path) -> tuple[x509.Certificate, ec.EllipticCurv
 
     check_private_key(key_path)
     try:
-        key = load_pem_private_key(read_whole(key_path, _MOST_BYTES, "a private key"), password=None)
-        certificate = x509.load_pem_x509_certificate(read_whole(path, _MOST_BYTES, "a certificate"))
+        key = load_pem_private_key(read_whole(key_path, MOST_PEM_BYTES, "a private key"), password=None)
+        certificate = x509.load_pem_x509_certificate(read_whole(path, MOST_PEM_BYTES, "a certificate"))
     except (OSError, ValueError, TypeError) as error:
         raise InputError(f"cannot read the CA of {path} and {key_path}: {error}; choose another folder") from error
     if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != certificate.public_key():

@@ -32,7 +32,7 @@ from dgr.wire.nurseries import open_nursery
 if TYPE_CHECKING:
     from dgr.serving.monitor.readings import Reading, ServerView, StageView
 
-__all__ = ["register", "run"]
+__all__ = ["read_key", "register", "run"]
 
 #: Seconds in which a server or a stage must answer.
 _PATIENCE = 5.0
@@ -69,11 +69,12 @@ def run(args: argparse.Namespace) -> int:
     require_extra("dgr top", "metrics", ("prometheus_client",))
     if not 0.1 <= args.every <= 3600:
         raise InputError(f"--every is {args.every:g} seconds; give 0.1 to 3600")
-    key = None if args.api_key_file is None else _key(Path(args.api_key_file))
+    key = None if args.api_key_file is None else read_key(Path(args.api_key_file))
     return trio.run(_watch, _targets(args.where, key), args)
 
 
-def _key(path: Path) -> str:
+def read_key(path: Path) -> str:
+    """The first API key of a file. Raises :class:`~dgr.errors.InputError`."""
     try:
         lines = [line.strip() for line in read_whole(path, 1 << 20, "a file of API keys").decode().splitlines()]
     except (OSError, UnicodeDecodeError) as error:

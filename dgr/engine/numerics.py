@@ -13,6 +13,7 @@ from typing import Literal
 import msgspec
 
 from dgr.core.cache_dir import cache_dir
+from dgr.core.files.inputs import NOT_JSON, read_whole
 from dgr.core.files.outputs import write_file
 from dgr.core.files.targets import Target, find_target
 from dgr.engine.native import kernel_fingerprint
@@ -27,6 +28,10 @@ __all__ = [
     "record_target",
     "save_exactness_record",
 ]
+
+
+#: A thousand times what a record takes.
+_MOST_BYTES = 4 << 20
 
 
 class ExactnessRecord(msgspec.Struct, frozen=True):
@@ -61,8 +66,9 @@ def load_exactness_record(fingerprint: str | None = None) -> ExactnessRecord | N
     """The recorded verdict for this machine's kernels; None when the suite has not run (or its record is damaged)."""
     fingerprint = fingerprint or kernel_fingerprint()
     try:
-        record = msgspec.json.decode(_path(fingerprint).read_bytes(), type=ExactnessRecord)
-    except (OSError, msgspec.DecodeError):  # what cannot be read is as good as not there
+        text = read_whole(_path(fingerprint), _MOST_BYTES, "a verdict on kernels")
+        record = msgspec.json.decode(text, type=ExactnessRecord)
+    except (OSError, InputError, *NOT_JSON):  # what cannot be read is as good as not there
         return None
     return record if record.fingerprint == fingerprint else None
 

@@ -15,14 +15,17 @@ from typing import Generic, TypeVar
 
 from attrs import field, frozen
 
+from dgr.core.files.inputs import check_file
 from dgr.errors import InputError
 
-__all__ = ["CertificateFiles", "Credentials", "check_private_key", "expiry_of", "greet"]
+__all__ = ["MOST_PEM_BYTES", "CertificateFiles", "Credentials", "check_private_key", "expiry_of", "greet"]
 
 T = TypeVar("T")
 
 _log = logging.getLogger("dgr.certificates")
 
+#: A certificate or a key takes a thousandth of it; what is longer is something else, or has no end.
+MOST_PEM_BYTES = 1 << 20
 #: OpenSSL's X509_V_FLAG_NO_CHECK_TIME: a certificate's dates are read, not judged.
 _ANY_TIME = 0x200000
 
@@ -117,6 +120,8 @@ class Credentials:
         context.hostname_checks_common_name = False  # a certificate is of the hosts it lists, never of its own title
         check_private_key(self.key)
         try:
+            for path in (self.ca, self.certificate, self.key):
+                check_file(path, MOST_PEM_BYTES, "a PEM file")
             context.load_verify_locations(self.ca)
             # A key with a pass phrase is an error: OpenSSL would ask for it on the terminal.
             context.load_cert_chain(self.certificate, self.key, password="")
@@ -155,10 +160,12 @@ def expiry_of(certificate: Path, key: Path) -> float | None:
     verifier.check_hostname = False
     verifier.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN | _ANY_TIME
     try:
+        for path in (certificate, key):
+            check_file(path, MOST_PEM_BYTES, "a PEM file")
         shower.load_cert_chain(certificate, key, password="")
         verifier.load_verify_locations(certificate)
         shown = greet(verifier, shower)
-    except OSError:  # an SSLError is one
+    except (InputError, OSError):  # an SSLError is one
         return None
     return float(ssl.cert_time_to_seconds(str(shown["notAfter"])))
 

@@ -65,15 +65,16 @@ print(needs)
 """
 
 
-#: What the extra ``http`` brings, ``metrics`` among it, for the four folders that may need it.
-HTTP = {"anycorn", "deepseek_recipe", "prometheus_client", "starlette"}
+#: What the extra ``http`` brings, ``metrics`` among it, for the folders that may need it.
+HTTP = {"anycorn", "deepseek_recipe", "h11", "prometheus_client", "starlette"}
 
 
 def test_every_module_is_imported_but_those_of_an_extra() -> None:
     done = run_plainly(IMPORT_ALL)
     assert done.stderr == ""
     needs = ast.literal_eval(done.stdout)
-    folders = ("dgr.serving.api.", "dgr.serving.http.", "dgr.serving.metrics.", "dgr.serving.monitor.")
+    names = ("api", "connections", "http", "metrics", "monitor")
+    folders = tuple(f"dgr.serving.{name}." for name in names)
     assert needs.pop("dgr.serving.tracing.otel") == "opentelemetry"
     assert needs.pop("dgr.protocol.planes") == "zstandard"
     assert {needs.pop("dgr.cli.ray_actor"), needs.pop("dgr.cli.ray_up")} == {"ray"}

@@ -7,22 +7,20 @@ import logging
 import random
 import ssl
 import tracemalloc
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import psutil
 import pytest
 import trio
 from attrs import evolve
+from cluster.recordings import mutated, of_another, preamble, record, spoken
 from cluster.remote_stages import (
-    CONTEXT,
     HANDSHAKE,
-    PROMPT,
     TWO,
     Authority,
     Host,
-    Hosts,
     answer_of,
     assert_closed,
     client,
@@ -38,9 +36,7 @@ from cluster.remote_stages import (
 )
 from narrow import as_a
 
-from dgr.client.pipeline import open_pipeline_on
 from dgr.cluster.connect import LinkPolicy
-from dgr.core.route import Route, StageRef
 from dgr.core.values import Expectation, Key, LogitsWanted
 from dgr.errors import DgrError, FrameError, LinkBroken
 from dgr.testing.network.proxy import open_proxy
@@ -48,17 +44,15 @@ from dgr.testing.waits import until
 from dgr.wire import frames
 from dgr.wire.credentials import Credentials
 from dgr.wire.frames import Hello, Ping, Welcome
-from dgr.wire.framing import Framer, Limits, encode
+from dgr.wire.framing import Limits, encode
 from dgr.wire.handshake import exchange_preamble
 from dgr.wire.links import Link
-from dgr.wire.memory import memory_transports
 from dgr.wire.tcp import dial
 
 #: Seconds within which any stranger is gone: for TLS, for the preamble and for Hello, each.
 DEADLINE = 3 * HANDSHAKE + 5.0
 #: Seconds for each of them where a test waits for it.
 SHORT = 0.5
-_PREAMBLE_SIZE = 24
 #: Bytes by which this process may grow under a flood: what waits is bounded by thousands of small messages.
 MEMORY = 48 * 2**20
 #: Bytes that may be allocated for a link that is refused for what it announces.
@@ -475,7 +469,7 @@ async def _nobody(own: str, successor: str) -> Link:
 @pytest.mark.parametrize("known", ["nothing", "the preamble", "a Hello"])
 async def test_a_thousand_random_byte_strings(known: str) -> None:
     rng = random.Random(f"random {known}")
-    greeting = [] if known == "nothing" else [await _preamble()]
+    greeting = [] if known == "nothing" else [await preamble()]
     if known == "a Hello":
         greeting.append(b"".join(head for head, _ in encode(client(), None, 0, Limits(1, 1, 1))))
     async with open_hosts() as hosts:
@@ -483,114 +477,6 @@ async def test_a_thousand_random_byte_strings(known: str) -> None:
         samples = [([*greeting, rng.randbytes(rng.randrange(1, 400))], len(greeting)) for _ in range(334)]
         await _fuzz(whole, samples)
         await hosts.assert_serving([whole])
-
-
-async def _preamble() -> bytes:
-    """What this side says first."""
-    near, far = memory_transports()
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(exchange_preamble, near, HANDSHAKE)
-        said = await far.receive_some(65536)
-        await far.send_all(said)
-    return bytes(said)
-
-
-@asynccontextmanager
-async def recorder(target: str) -> AsyncIterator[tuple[str, list[list[bytes]]]]:
-    """An address before a stage's own, and what is said to the stage there: for each connection, answer by answer."""
-    said: list[list[bytes]] = []
-
-    async def join(near: trio.SocketStream) -> None:
-        words: list[bytes] = []
-        answered = True
-        said.append(words)
-
-        async def ask() -> None:
-            nonlocal answered
-            while part := await near.receive_some(65536):
-                if answered:
-                    words.append(b"")
-                    answered = False
-                words[-1] += part
-                await far.send_all(part)
-            await far.send_eof()
-
-        with suppress(trio.BrokenResourceError, trio.ClosedResourceError):
-            async with connected(target) as far, trio.open_nursery() as nursery:
-                nursery.start_soon(ask)
-                while part := await far.receive_some(65536):
-                    answered = True
-                    await near.send_all(part)
-                nursery.cancel_scope.cancel()
-
-    (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(trio.serve_listeners, join, [listener])
-        yield f"127.0.0.1:{listener.socket.getsockname()[1]}", said
-        nursery.cancel_scope.cancel()
-
-
-async def record() -> tuple[list[bytes], list[bytes]]:
-    """What a client says to a whole stage, and what a head says to a tail, in a conversation that ends well."""
-    async with open_hosts() as hosts:
-        whole = await hosts.start("0:6")
-        async with recorder(whole.address) as (address, said):
-            await _converse(hosts, Route((StageRef(address, whole.layers),)))
-            (of_client,) = said
-        head, tail = await hosts.start_all(TWO)
-        async with recorder(tail.address) as (address, said):
-            await _converse(hosts, Route((StageRef(head.address, head.layers), StageRef(address, tail.layers))))
-            of_head = next(words for words in said if b"fake/1" in b"".join(words))  # a client has no identity
-    return of_client, of_head
-
-
-async def _converse(hosts: Hosts, route: Route) -> None:
-    async with open_pipeline_on(hosts.connector(), route) as pipeline:
-        assert await answer_of(pipeline, PROMPT[:20], 4) == reference(PROMPT[:20], 4)
-
-
-def mutated(words: Sequence[bytes], rng: random.Random) -> tuple[list[bytes], int]:
-    """One to four small changes, behind the greeting mostly, where there is more to break; and how many words are as
-    they were."""
-    changed = [bytearray(word) for word in words]
-    first = 2 if rng.random() < 0.75 else 0
-    sound = len(words)
-    for _ in range(rng.randint(1, 4)):
-        index = rng.randrange(first, len(changed))
-        sound = min(sound, index)
-        data = changed[index]
-        at = rng.randrange(len(data)) if data else 0
-        match rng.randrange(7):
-            case 0 if data:
-                data[at] ^= 1 << rng.randrange(8)
-            case 1 if data:
-                data[at] = rng.choice((0, 1, 0x7F, 0x80, 0xC0, 0xCC, 0xCF, 0xDD, 0xFF))
-            case 2:
-                del data[at : at + rng.randint(1, 16)]
-            case 3:
-                data[at:at] = rng.randbytes(rng.randint(1, 16))
-            case 4:
-                data[at:at] = data[at : at + rng.randint(1, 64)]
-            case 5:
-                del data[at:]
-            case _:
-                other = rng.randrange(first, len(changed))
-                sound = min(sound, other)
-                changed[index], changed[other] = changed[other], changed[index]
-    return [bytes(word) for word in changed if word], sound
-
-
-def of_another(words: Sequence[bytes], rng: random.Random) -> list[bytes]:
-    """A client's words, as the client of another route session."""
-    (fence,) = (frame for frame in spoken(words) if isinstance(frame, frames.Fence))
-    route = rng.randbytes(16)
-    return [word.replace(fence.route, route) for word in words]
-
-
-def spoken(words: Sequence[bytes]) -> list[frames.Frame]:
-    """The frames of a recording."""
-    framer = Framer(Limits(CONTEXT.n_batch, 3, 257))
-    return [received.frame for received in framer.receive(b"".join(words)[_PREAMBLE_SIZE:])]
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 10))])

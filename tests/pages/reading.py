@@ -10,7 +10,11 @@ from attrs import frozen
 
 ROOT = Path(__file__).parents[2]
 #: What people read: everything that the site has.
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "vendor/llama.cpp/README.md"]
+PAGES = [
+    *(ROOT / f"{name}.md" for name in ("README", "CHANGELOG", "CONTRIBUTING")),
+    *sorted((ROOT / "docs").glob("*.md")),
+    ROOT / "vendor/llama.cpp/README.md",
+]
 _FENCE = re.compile(r"^( *)```([^\n`]*)\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _SPAN = re.compile(r"(?<!`)`([^`\n]+)`(?!`)")

@@ -74,3 +74,9 @@ def test_make_targets_and_extras_are_there(page: Path) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     for extras in re.findall(r"pip install '\.\[([\w,]+)\]'", text):
         assert {*extras.split(",")} <= {*project["optional-dependencies"]}, extras
+
+
+def test_the_site_leads_to_every_page() -> None:
+    nav = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:\n")[2]
+    listed = set(re.findall(r"([\w.-]+\.md)$", nav, re.MULTILINE))
+    assert {path.name for path in (ROOT / "docs").glob("*.md")} - listed == set()

@@ -9,10 +9,14 @@ from typing import Annotated
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from dgr.core.files.inputs import NOT_JSON, read_whole
 from dgr.core.values import ContextParams, Numerics
 from dgr.errors import InputError
 from dgr_bench.distance.measurements import DistancePlan
 from dgr_bench.results import digest_of
+
+#: A thousand times what a profile takes.
+_MOST_BYTES = 1 << 20
 
 _Count = Annotated[int, msgspec.Meta(ge=0)]
 _Positive = Annotated[int, msgspec.Meta(ge=1)]
@@ -208,11 +212,10 @@ def profile_of(name: str) -> Profile:
     if not name.endswith(".json"):
         raise InputError(f"unknown profile {name!r}; choose {', '.join(PROFILES)}, or give a file NAME.json")
     try:
-        with open(name, "rb") as file:  # noqa: PTH123
-            profile = msgspec.json.decode(file.read(), type=Profile)
+        profile = msgspec.json.decode(read_whole(name, _MOST_BYTES, "a profile"), type=Profile)
     except OSError as error:
         raise InputError(f"cannot read the profile {name}: {error.strerror or error}") from error
-    except msgspec.DecodeError as error:
+    except NOT_JSON as error:
         raise InputError(
             f"{name} is not a profile: {error}; `dgr-bench profile fixture` prints one to start from"
         ) from error

@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
+from dgr.core.files.inputs import NOT_JSON
 from dgr.core.values import SamplingParams
 from dgr.serving.api.errors import ApiError
 
@@ -286,7 +287,7 @@ def decode_body(raw: bytes) -> dict[str, Any]:
     """A JSON object. Raises :class:`ApiError`."""
     try:
         body = msgspec.json.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except NOT_JSON as error:
         raise ApiError(400, f"the body is not JSON: {error}", code="invalid_json") from error
     if not isinstance(body, dict):
         raise ApiError(400, f"the body is a JSON {type(body).__name__}, not an object", code="invalid_json")

@@ -6,12 +6,14 @@ from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
 from dgr.core.load import StageLoad
 from dgr.serving.api.errors import ApiError, ErrorShape
+from dgr.serving.api.openapi import openapi_json
 from dgr.serving.http.completions import ChatCompletions, Completions
 from dgr.serving.http.keys import ApiKeys, App, Gate
 from dgr.serving.http.messages import CountTokens, Messages
@@ -91,6 +93,9 @@ def make_app(
             service.metrics.text(await service.seen_stages()), media_type="text/plain; version=0.0.4; charset=utf-8"
         )
 
+    async def described(_: Request) -> Response:
+        return Response(openapi_json(), media_type="application/json")
+
     async def index(_: Request) -> Response:
         return Response(page(service), media_type="text/html; charset=utf-8", headers=PAGE_HEADERS)
 
@@ -107,6 +112,7 @@ def make_app(
             Route("/ready", ready),
             Route("/status", status),
             Route("/metrics", metrics),
+            Route("/openapi.json", described),
             Route("/", index),
         ],
         exception_handlers={404: _not_found, 405: _not_allowed, 500: _failed},
@@ -149,10 +155,12 @@ async def _not_found(request: Request, _: Exception) -> Response:
     return _error(request, ApiError(404, f"there is nothing at {request.scope['path']}", code="not_found"))
 
 
-async def _not_allowed(request: Request, _: Exception) -> Response:
-    return _error(
-        request, ApiError(405, f"{request.scope['path']} does not take {request.method}", code="method_not_allowed")
-    )
+async def _not_allowed(request: Request, error: Exception) -> Response:
+    message = f"{request.scope['path']} does not take {request.method}"
+    response = _error(request, ApiError(405, message, code="method_not_allowed"))
+    if isinstance(error, HTTPException):
+        response.headers.update(error.headers or {})
+    return response
 
 
 async def _failed(request: Request, error: Exception) -> Response:

@@ -1,4 +1,4 @@
-"""The HTTP server's own life: its socket, anycorn on it, and an end that leaves no stream in mid-air."""
+"""The HTTP server's own life: its sockets, its settings, and an end that leaves no stream in mid-air."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ import ssl
 import sys
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 import trio
-from anycorn import Config, serve
+from anycorn import Config
 from attrs import field, frozen
 
 from dgr.cluster.certificates import HttpsFiles
+from dgr.core.files.inputs import check_file
 from dgr.errors import InputError
+from dgr.serving.connections.listener import Listener, most_connections
 from dgr.serving.engine import ServingEngine
 from dgr.serving.http.keys import App
-from dgr.wire.credentials import CertificateFiles, check_private_key
+from dgr.wire.credentials import MOST_PEM_BYTES, CertificateFiles, check_private_key
 from dgr.wire.nurseries import open_nursery
 from dgr.wire.tcp import is_loopback, parse_address
 
@@ -46,6 +47,8 @@ class HttpPolicy:
     grace: float = 30.0
     #: Seconds in which a client must take what was sent to it; its connection ends then (Linux: TCP_USER_TIMEOUT).
     client_timeout: float = 30.0
+    #: Connections at once; None: as :func:`~dgr.serving.connections.listener.most_connections` says.
+    max_connections: int | None = None
     _https: list[HttpsFiles] = field(init=False, factory=list, eq=False, repr=False)
 
     def __attrs_post_init__(self) -> None:
@@ -53,6 +56,8 @@ class HttpPolicy:
             raise InputError(f"grace is {self.grace:g} s; give 0 to 86400")
         if not 0.1 <= self.client_timeout <= 86400:
             raise InputError(f"the timeout of clients is {self.client_timeout:g} s; give 0.1 to 86400")
+        if self.max_connections is not None and self.max_connections < 1:
+            raise InputError(f"the most connections are {self.max_connections}; give 1 or more")
 
     @property
     def https(self) -> HttpsFiles | None:
@@ -62,27 +67,14 @@ class HttpPolicy:
         return self._https[0] if self._https else None
 
 
-class _Config(Config):
-    """anycorn's settings; a handshake has the context of the newest certificate that can be used."""
-
-    https: HttpsFiles | None = None
-
-    def create_ssl_context(self) -> ssl.SSLContext | None:
-        context = super().create_ssl_context()
-        if context is not None and self.https is not None:
-            files = self.https.files
-
-            def take_newest(greeted: ssl.SSLObject, _name: str | None, _context: ssl.SSLContext) -> None:
-                greeted.context = files.newest()
-
-            # Called for every client, whether it names a server or not.
-            context.sni_callback = take_newest
-        return context
-
-
 def _https_files(certificate: Path, key: Path) -> HttpsFiles:
     def load() -> ssl.SSLContext:
         check_private_key(key)
+        try:
+            for path in (certificate, key):
+                check_file(path, MOST_PEM_BYTES, "a PEM file")
+        except OSError as error:
+            raise InputError(f"cannot load TLS files {certificate} and {key}: {error}") from error
         config = Config()
         _name_files(config, certificate, key)
         try:
@@ -126,7 +118,6 @@ def bind(address: str, policy: HttpPolicy) -> list[socket.socket]:
                 sock.bind(where)
                 sock.listen(_BACKLOG)
                 sock.setblocking(False)
-                sock.set_inheritable(True)
                 sockets.append(sock)
         except OSError as error:
             raise InputError(f"cannot listen on {address}: {error}") from error
@@ -150,23 +141,15 @@ def check_reach(sockets: list[socket.socket], *, has_keys: bool, allow_anyone: b
         )
 
 
-def server_config(sockets: list[socket.socket], policy: HttpPolicy) -> Config:
-    """anycorn's settings. It takes over the sockets. Raises :class:`~dgr.errors.InputError` for TLS files it cannot use."""
-    config = _Config()
+def server_config() -> Config:
+    """anycorn's settings."""
+    config = Config()
     config.keep_alive_timeout = _KEEP_ALIVE
     config.h11_max_incomplete_size = _MOST_HEAD
-    config.graceful_timeout = _LAST_BYTES
     config.include_server_header = False
-    # HTTP/2 has windows of its own: a client that never opens one acknowledges every byte and is not noticed by TCP.
-    config.alpn_protocols = ["http/1.1"]
     config.accesslog = None
     config.errorlog = _log
     config.loglevel = "WARNING"
-    if policy.tls is not None:
-        config.https = policy.https
-        _name_files(config, *policy.tls)
-    # From here on the sockets are the HTTP server's: it closes them.
-    config.bind = [f"fd://{sock.detach()}" for sock in sockets]
     return config
 
 
@@ -184,7 +167,9 @@ async def run_server(
     An answer that takes longer than the grace ends with an error event, or a 503. Cancelled, it ends them at once.
     Raises :class:`~dgr.errors.InputError` for TLS files that cannot be used.
     """
-    config = server_config(sockets, policy)
+    https = policy.https
+    contexts = None if https is None else https.files.newest
+    listener = Listener(app, server_config(), most=policy.max_connections or most_connections(), contexts=contexts)
     drained = trio.Event()
 
     async def drain() -> None:
@@ -195,9 +180,11 @@ async def run_server(
             engine.end_all()
             drained.set()
 
-    async def run(*, task_status: trio.TaskStatus[Any]) -> None:
-        with trio.CancelScope(shield=True):  # cancelled in mid-life it would raise: it is told to end instead
-            await serve(app, config, shutdown_trigger=drained.wait, task_status=task_status)  # type: ignore[arg-type]
+    async def run(*, task_status: trio.TaskStatus[None]) -> None:
+        with trio.CancelScope(
+            shield=True
+        ):  # cancelled in mid-life it would end answers without a word: it is told to end
+            await listener.serve(sockets, stop=drained, grace=_LAST_BYTES, task_status=task_status)
 
     async with open_nursery() as nursery:
         nursery.start_soon(drain)

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
 import msgspec
 import trio
-from anycorn import serve
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from dgr.serving.connections.listener import Listener
 from dgr.serving.http.keys import App, Gate
 from dgr.serving.http.server import HttpPolicy, address_of, bind, server_config
 from dgr.serving.monitor.stage import StageMonitor
@@ -23,10 +22,12 @@ from dgr.wire.tcp import is_loopback
 
 __all__ = ["open_endpoint"]
 
-_log = logging.getLogger("dgr.metrics")
-
 #: A scraper takes what it asked for at once, or is gone.
 _POLICY = HttpPolicy(grace=0, client_timeout=10)
+#: Connections at once: scrapers and probes are few.
+_MOST = 64
+#: Seconds for answers under way at the end.
+_LAST_BYTES = 1.0
 
 
 def _app(monitor: StageMonitor) -> Starlette:
@@ -63,13 +64,11 @@ async def open_endpoint(address: str, monitor: StageMonitor) -> AsyncIterator[li
     addresses = [address_of(sock) for sock in sockets]
     local_only = all(is_loopback(sock.getsockname()[0]) for sock in sockets)
     app: App = Gate(_app(monitor), None, frozenset(), local_only=local_only, way_out=_WAY_OUT)
-    config = server_config(sockets, _POLICY)
-    config.errorlog = _log
-    stop = trio.Event()
+    listener, stop = Listener(app, server_config(), most=_MOST), trio.Event()
 
-    async def run(*, task_status: trio.TaskStatus[Any]) -> None:
-        with trio.CancelScope(shield=True):  # cancelled in mid-life it would raise: it is told to end instead
-            await serve(app, config, shutdown_trigger=stop.wait, task_status=task_status)  # type: ignore[arg-type]
+    async def run(*, task_status: trio.TaskStatus[None]) -> None:
+        with trio.CancelScope(shield=True):  # it is told to end, and lets answers end
+            await listener.serve(sockets, stop=stop, grace=_LAST_BYTES, task_status=task_status)
 
     async with open_nursery() as nursery:
         await nursery.start(run)

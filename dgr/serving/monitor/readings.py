@@ -94,10 +94,13 @@ class StageView:
 def view(readings: Sequence[Reading]) -> ServerView | StageView:
     """What the last reading says, with rates since the first. Raises :class:`~dgr.errors.InputError` for others' metrics."""
     first, last = readings[0], readings[-1]
-    if "dgr_stage_ready" in last:
-        return _stage(first, last)
-    if "dgr_num_slots" in last:
-        return _server(first, last)
+    try:
+        if "dgr_stage_ready" in last:
+            return _stage(first, last)
+        if "dgr_num_slots" in last:
+            return _server(first, last)
+    except (ValueError, OverflowError) as error:  # a count that is no number, or has no end
+        raise InputError(f"these metrics are not those of a dgr server or stage: {error}") from error
     raise InputError("these are not the metrics of a dgr server or stage")
 
 
