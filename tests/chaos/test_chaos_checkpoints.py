@@ -57,10 +57,6 @@ async def generate_ahead(_: Offline, session: ClientSession) -> None:
     await take(session.generate([7], max_tokens=6, stop=(), ahead=4))
 
 
-async def draw(_: Offline, session: ClientSession) -> None:
-    await session.draw(dgr.SamplingParams())
-
-
 async def logits(_: Offline, session: ClientSession) -> None:
     await session.logits([7, 8], lambda _position, _values: None)
 
@@ -175,7 +171,6 @@ CALLS: dict[str, Call] = {
     "dgr.ClientSession.logits": logits,
     "dgr.ClientSession.prefill": prefill,
     "dgr.ClientSession.state_summaries": state_summaries,
-    "dgr.ClientSession.draw": draw,
     "dgr.Generation.__anext__": generate_ahead,
     "dgr.LocalCluster.connect": connect,
     "dgr.LocalCluster.start": start,
