@@ -161,6 +161,7 @@ static void fill_batch(dgr_stage & stage, const dgr_run & run) {
     const size_t width           = stage.info.width_in;
     const residual_format format = format_of(run, width);
     std::vector<float> read(format.is_f32() ? 0 : width);
+    std::vector<float> aligned; // a residual lies where it came in a packet, at any byte
     llama_batch_ext * batch = stage.batch.get();
     llama_batch_ext_clear(batch);
     for (int32_t i = 0; i < run.n_tokens; ++i) {
@@ -168,6 +169,10 @@ static void fill_batch(dgr_stage & stage, const dgr_run & run) {
         bool ok             = entry == i && llama_batch_ext_set_pos(batch, entry, run.positions + i);
         if (ok && width > 0) {
             const char * came = (const char *) run.residual_in + i * format.row_bytes;
+            if ((uintptr_t) came % alignof(float)) {
+                aligned.resize((format.row_bytes + sizeof(float) - 1) / sizeof(float));
+                came = (const char *) memcpy(aligned.data(), came, format.row_bytes);
+            }
             const float * row = (const float *) came;
             if (!format.is_f32()) {
                 format.traits->to_float(came, read.data(), (int64_t) width);

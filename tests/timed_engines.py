@@ -39,10 +39,12 @@ class TimedThread:
     def __init__(self, name: str) -> None:
         """As an engine's thread."""
 
-    async def run(self, function: Callable[[], T]) -> T:
+    async def run(self, function: Callable[[], T], then: Callable[[T], None] | None = None) -> T:
         TimedThread.owed = 0.0
         result = function()
         await trio.sleep(TimedThread.owed)
+        if then is not None:
+            then(result)
         return result
 
     def stop(self) -> None:

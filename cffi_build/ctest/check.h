@@ -3,6 +3,7 @@
 
 #include "dgr_native.h"
 
+#include <algorithm>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -63,6 +64,8 @@ struct batch {
     std::vector<int32_t> tokens, positions, slots;
     std::vector<uint8_t> want, finite;
     floats residual, output;
+    size_t shift = 0; // bytes by which the residual that comes in lies off where floats lie
+    std::vector<char> packet;
 
     void add(int32_t slot, int32_t position, int32_t token, bool wanted = true) {
         tokens.push_back(token);
@@ -80,13 +83,16 @@ struct batch {
         if (!tail) {
             wanted.assign(tokens.size(), 0);
         }
+        packet.resize(shift + residual.size() * sizeof(float));
+        std::copy_n((const char *) residual.data(), residual.size() * sizeof(float), packet.begin() + shift);
+
         dgr_run run      = {};
         run.n_tokens     = (int32_t) tokens.size();
         run.tokens       = tokens.data();
         run.positions    = positions.data();
         run.slots        = slots.data();
         run.want_logits  = wanted.data();
-        run.residual_in  = residual.empty() ? nullptr : residual.data();
+        run.residual_in  = residual.empty() ? nullptr : packet.data() + shift;
         run.residual_out = tail ? nullptr : output.data();
         run.logits_out   = tail ? output.data() : nullptr;
         run.row_finite   = finite.data();

@@ -227,6 +227,24 @@ static void dry_run(const char * model) {
     CHECK(dgr_stage_clear(stage.get(), 0) == DGR_ERR_ARGUMENT);
 }
 
+// A payload begins where it came in a packet.
+static void residual_at_any_byte(const char * model) {
+    pipeline split(model, { 0, 1, 3 }, small_params(0, 0));
+    batch b;
+    for (int32_t i = 0; i < 5; ++i) {
+        b.add(0, i, 7 * i);
+    }
+    CHECK(b.run(split.stages[0]) == DGR_OK);
+    b.residual = b.output;
+    floats expected;
+    for (b.shift = 0; b.shift < sizeof(float); ++b.shift) {
+        CHECK(b.run(split.stages[1]) == DGR_OK && b.all_finite());
+        CHECK(b.shift == 0 || same_bytes(b.output, expected));
+        expected = b.output;
+        CHECK(dgr_stage_clear(split.stages[1].get(), 0) == DGR_OK);
+    }
+}
+
 static void aborted(const char * model) {
     pipeline whole(model, { 0, 43 }, small_params(0, 0));
     whole.prefill(0, 0, 8, 8);
@@ -287,6 +305,7 @@ int main(int argc, char ** argv) {
     rows.insert(rows.end(), rest.begin(), rest.end());
     CHECK(same_bytes(rows, expected));
 
+    residual_at_any_byte(model);
     full(model);
     dry_run(model);
     aborted(model);

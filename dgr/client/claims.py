@@ -6,14 +6,16 @@ A client believes no position, count or token id of a stage, as a stage believes
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from dgr.client.pace import SessionLimits
+from dgr.client.replies import control_error
 from dgr.core.values import Expectation, LogitsWanted, SamplingParams
 from dgr.errors import WireError
 from dgr.protocol.runs import next_in_run
 from dgr.wire import frames
 
-__all__ = ["check_forked", "check_report", "check_work_reply"]
+__all__ = ["check_forked", "check_report", "check_work_reply", "checked_reports"]
 
 
 def check_work_reply(
@@ -93,6 +95,19 @@ def check_forked(stage: str, expect: Expectation, reply: frames.Frame) -> None:
             return
         case _:
             raise WireError(f"stage {stage} replied to a fork with {type(reply).__name__}")
+
+
+def checked_reports(
+    replies: Sequence[tuple[str, frames.Frame]], position: int, digest: bytes
+) -> dict[str, frames.StateReport]:
+    """Address -> report, of stages that are where they should be. Raises what a refusal means, and :class:`WireError`."""
+    found: dict[str, frames.StateReport] = {}
+    for stage, frame in replies:
+        if not isinstance(frame, frames.StateReport):
+            raise control_error(stage, frame)
+        check_report(stage, frame, position, digest)
+        found[stage] = frame
+    return found
 
 
 def check_report(stage: str, report: frames.StateReport, position: int, digest: bytes) -> None:

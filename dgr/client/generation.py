@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Protocol
 
 from attrs import frozen
@@ -42,7 +42,7 @@ class Vocabulary(Protocol):
 
 
 class AnsweringSession(Protocol):
-    """What draws an answer's tokens."""
+    """Whose answer it is."""
 
     id: int
     transcript: list[int]
@@ -52,12 +52,10 @@ class AnsweringSession(Protocol):
     @property
     def n_ctx(self) -> int: ...
 
-    async def draw(self, sampling: SamplingParams, run: DecodeRun | None) -> frames.Token:
-        """Commit the transcript on every stage and draw the token after it; the transcript grows by it.
 
-        ``run``: leave for the stages to draw as many more, which the next calls bring.
-        """
-        ...
+#: Commits the transcript on every stage and draws the token after it; the transcript grows by it. The run is leave for the
+#: stages to draw as many more, which the next calls bring.
+Draw = Callable[[SamplingParams, DecodeRun | None], Awaitable[frames.Token]]
 
 
 @frozen
@@ -65,6 +63,7 @@ class Turn:
     """One turn of a session: where the tokens of one answer come from."""
 
     session: AnsweringSession
+    draw: Draw
     number: int
     sampling: SamplingParams
     #: Ids that end the answer.
@@ -88,7 +87,7 @@ class Turn:
         run = None
         if further > 0 and len(self.stop) <= STOP_MAX:
             run = DecodeRun(further, tuple(sorted(self.stop)))
-        return await self.session.draw(self.sampling, run)
+        return await self.draw(self.sampling, run)
 
 
 def ending_of(stop: Sequence[int] | None, vocabulary: Vocabulary | None, n_vocab: int) -> frozenset[int]:

@@ -12,11 +12,11 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 
 import trio
 
-from dgr.client.claims import check_report
+from dgr.client.claims import checked_reports
 from dgr.client.events import OVERRUN, GenerationCancelled, Prefilled, PrefillProgress, RePrefilled, StateLost
 from dgr.client.generation import MOST_AHEAD, Generation, Turn, Vocabulary, encode_prompt, ending_of
 from dgr.client.replies import control_error
-from dgr.client.work import KeptTokens, SessionRoute, SessionWork, WorkRequest, can_go_on, loss_of
+from dgr.client.work import KeptTokens, SessionRoute, SessionWork, WorkRequest, can_go_on, held_of, loss_of
 from dgr.core.arguments import check_callable, check_whole, token_ids
 from dgr.core.state_machine import StateMachine
 from dgr.core.values import DecodeRun, SamplingParams
@@ -139,7 +139,7 @@ class ClientSession:
         if not whole:
             raise InputError("there is nothing to go on from: give a prompt of at least one token")
         self._rewrite(whole)
-        turn = Turn(self, self.turn, drawn_with, ending, self._ahead if ahead is None else ahead)
+        turn = Turn(self, self._draw, self.turn, drawn_with, ending, self._ahead if ahead is None else ahead)
         return Generation(turn, self._vocabulary, max_tokens)
 
     async def logits(self, tokens: Sequence[int], rows: Callable[[int, memoryview], None]) -> None:
@@ -186,13 +186,7 @@ class ClientSession:
             await self._route.wait_live()
             await self._ensure_ready()
             replies = await self._ask(frames.QueryState)
-        result = {}
-        for address, frame in replies:
-            if not isinstance(frame, frames.StateReport):
-                raise control_error(address, frame)
-            check_report(address, frame, self._work.sent, self._work.digest)
-            result[address] = frame
-        return result
+        return checked_reports(replies, self._work.sent, self._work.digest)
 
     # --- transcript ---
 
@@ -218,9 +212,7 @@ class ClientSession:
     @property
     def _held(self) -> list[int]:
         """What every stage holds, where nothing is in flight."""
-        return [*self.transcript, *([] if self._kept is None else self._kept.ids(len(self.transcript)))][
-            : self._work.sent
-        ]
+        return held_of(self.transcript, self._kept, self._work.sent)
 
     def _check_open(self) -> None:
         if self.state is ClientState.CLOSED:
@@ -244,8 +236,8 @@ class ClientSession:
 
     # --- the one way forward ---
 
-    async def draw(self, sampling: SamplingParams, run: DecodeRun | None = None) -> frames.Token:
-        """See :meth:`dgr.client.generation.AnsweringSession.draw`; for answers."""
+    async def _draw(self, sampling: SamplingParams, run: DecodeRun | None) -> frames.Token:
+        """See :data:`dgr.client.generation.Draw`."""
         token = await self._commit(WorkRequest(sampling=sampling, run=run))
         assert token is not None
         self.transcript.append(token.token)
@@ -391,7 +383,7 @@ class ClientSession:
         kept = self._kept
         self._machine.fire(ClientEvent.REPLIED if kept is None else ClientEvent.KEPT)
         self._route.emit(GenerationCancelled(self.id, self.committed))
-        held = (before if kept is None else [*before[: kept.first], *kept.ids(0)])[: self.committed]
+        held = held_of(before, kept, self.committed)
         if can_go_on(self.transcript, held, kept):
             self._work.stand_at(held)
         else:

@@ -21,7 +21,7 @@ from dgr.protocol.runs import next_in_run
 from dgr.wire import frames
 from dgr.wire.framing import Received
 
-__all__ = ["Chunk", "KeptTokens", "SessionRoute", "SessionWork", "WorkRequest", "can_go_on", "loss_of"]
+__all__ = ["Chunk", "KeptTokens", "SessionRoute", "SessionWork", "WorkRequest", "can_go_on", "held_of", "loss_of"]
 
 #: Replies that say that work was done.
 _RESULTS = (frames.Advanced, frames.Token, frames.Logits)
@@ -90,11 +90,6 @@ class KeptTokens:
     sampling: SamplingParams
     #: One position after the other.
     tokens: tuple[frames.Token, ...]
-
-    @property
-    def first(self) -> int:
-        """Position of the first."""
-        return self.tokens[0].position
 
     def ids(self, begin: int) -> list[int]:
         """Those from a position on."""
@@ -247,6 +242,11 @@ class SessionWork:
         self._committed = 0
         for chunk in chunks:
             self._route.fail_work(self._session, chunk.seq, error)
+
+
+def held_of(transcript: list[int], kept: KeptTokens | None, count: int) -> list[int]:
+    """The first ``count`` tokens of a transcript and of those that are kept for its end."""
+    return [*transcript, *([] if kept is None else kept.ids(len(transcript)))][:count]
 
 
 def can_go_on(transcript: list[int], held: list[int], kept: KeptTokens | None) -> bool:

@@ -27,6 +27,8 @@ class _Call(Generic[T]):
     task: trio.lowlevel.Task
     token: trio.lowlevel.TrioToken
     results: list[T]
+    #: Called with the result, in the event loop, before the task goes on.
+    then: Callable[[T], None] | None = None
     error: BaseException | None = None
 
     def run(self) -> None:
@@ -34,7 +36,16 @@ class _Call(Generic[T]):
             self.results.append(self.function())
         except BaseException as error:
             self.error = error
-        self.token.run_sync_soon(trio.lowlevel.reschedule, self.task)
+        self.token.run_sync_soon(self._end)
+
+    def _end(self) -> None:
+        """What waits for the result need not wait for the task too: that would be one turn of the event loop more."""
+        if self.then is not None and self.error is None:
+            try:
+                self.then(self.results[0])
+            except Exception as error:
+                self.error = error
+        trio.lowlevel.reschedule(self.task)
 
 
 class EngineThread:
@@ -48,8 +59,12 @@ class EngineThread:
 
     # An interrupt between handing over the call and waiting for it would leave a call that wakes a task which has gone on.
     @trio.lowlevel.enable_ki_protection
-    async def run(self, function: Callable[[], T]) -> T:
-        """Run a call in the thread and wait for it; a cancellation is noticed before it and does not cut it short."""
+    async def run(self, function: Callable[[], T], then: Callable[[T], None] | None = None) -> T:
+        """Run a call in the thread and wait for it; a cancellation is noticed before it and does not cut it short.
+
+        ``then`` is called with the result as soon as the event loop has it, a turn before this returns; what it raises, this
+        raises too.
+        """
         await trio.lowlevel.checkpoint_if_cancelled()
         if self._stopped:
             raise RuntimeError(f"thread {self._name} was stopped: nobody would stop another one")
@@ -57,7 +72,7 @@ class EngineThread:
             self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
             self._thread.start()
         results: list[T] = []
-        call = _Call(function, trio.lowlevel.current_task(), trio.lowlevel.current_trio_token(), results)
+        call = _Call(function, trio.lowlevel.current_task(), trio.lowlevel.current_trio_token(), results, then)
         self._calls.put(call)  # type: ignore[arg-type]
         await trio.lowlevel.wait_task_rescheduled(lambda _: trio.lowlevel.Abort.FAILED)
         if call.error is not None:

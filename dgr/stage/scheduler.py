@@ -167,13 +167,8 @@ class Scheduler:
         try:
             while True:
                 batch = await self._next_batch()
-                self._began = began = trio.current_time()
-                await self._run(batch)
-                now, self._began = trio.current_time(), None
-                self._ready.ran(batch, began, now)
-                self._count(batch, began, now)
-                for request in batch:
-                    request.done.set()
+                self._began = trio.current_time()
+                await self._run(batch, self._began)
         finally:
             self._thread.stop()
 
@@ -189,14 +184,24 @@ class Scheduler:
                 times.began, times.ended = began, now
                 times.batch_items, times.batch_tokens = len(batch), tokens
 
-    async def _run(self, batch: list[_Request]) -> None:
+    async def _run(self, batch: list[_Request], began: float) -> None:
         try:
-            await self._call(lambda: _execute(self._engine, self._n_vocab, batch))
+            await self._call(
+                lambda: _execute(self._engine, self._n_vocab, batch), lambda _: self._end_batch(batch, began)
+            )
         except Exception as error:
             # What one session brought must not end the engine of all: a defect is a failure of this batch alone.
             _log.exception("a batch of %d sessions meets a defect; please report this", len(batch))
             for request in batch:
                 request.outcome = EngineError(f"the engine failed: {type(error).__name__}: {error}")
+            self._end_batch(batch, began)
+
+    def _end_batch(self, batch: list[_Request], began: float) -> None:
+        now, self._began = trio.current_time(), None
+        self._ready.ran(batch, began, now)
+        self._count(batch, began, now)
+        for request in batch:
+            request.done.set()
 
     async def _next_batch(self) -> list[_Request]:
         while isinstance(found := self._ready.next(trio.current_time()), float):
@@ -299,14 +304,18 @@ class Scheduler:
                 await trio.lowlevel.checkpoint()
         return result[0]
 
-    async def _call(self, function: Callable[[], T]) -> T:
+    async def _call(self, function: Callable[[], T], then: Callable[[T], None] | None = None) -> T:
+        """``then`` is told the result before anyone else; see :meth:`EngineThread.run`."""
         try:
             self.engine_lock.acquire_nowait()  # whoever finds the engine free does not give up its turn of the event loop
         except trio.WouldBlock:
             await self.engine_lock.acquire()
         try:
             if self._engine.inline:
-                return function()
-            return await self._thread.run(function)
+                result = function()
+                if then is not None:
+                    then(result)
+                return result
+            return await self._thread.run(function, then)
         finally:
             self.engine_lock.release()

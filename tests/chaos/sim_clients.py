@@ -330,6 +330,7 @@ async def _pipeline(world: World, name: str, dice: random.Random, serves: bool) 
         timeouts=TIMEOUTS,
         window=dice.choice([None, 1, 4]),
         chunk=dice.choice([None, 5]),
+        ahead=dice.choice([0, 3]),
     )
     world.note("open", f"{name} over {split}, {len(spares)} spares")
     async with opened as pipeline:

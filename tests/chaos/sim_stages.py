@@ -95,7 +95,7 @@ class SimThread:
     def __init__(self, name: str) -> None:
         self._name = name
 
-    async def run(self, function: Callable[[], T]) -> T:
+    async def run(self, function: Callable[[], T], then: Callable[[T], None] | None = None) -> T:
         await trio.lowlevel.checkpoint_if_cancelled()
         SimThread.due = None
         result, failure = None, None
@@ -114,6 +114,8 @@ class SimThread:
                 raise failure
             finally:
                 failure = None
+        if then is not None:
+            then(result)  # type: ignore[arg-type]
         return result  # type: ignore[return-value]
 
     def stop(self) -> None:

@@ -28,6 +28,8 @@ from dgr.wire.framing import Received
 
 #: Faults of one long episode.
 LONG = 200
+#: Seconds between two words of how far it is.
+EVERY = 30.0
 #: Seeds of the default suite; 4 has flipped bits.
 SHORT = ("1", "2", "4")
 
@@ -57,12 +59,12 @@ def test_nothing_is_wrong_late_or_left_after_thousands_of_faults(
         return
     seed = seed or str(secrets.randbelow(10**9))
     report(f"SEED={seed} FAULTS={faults}")
-    totals, number, began = Totals(), 0, time.monotonic()
+    totals, began, said = Totals(), time.monotonic(), time.monotonic()
     while totals.faults.total() < faults:
-        totals.add(run_episode(f"{seed}.{number}", LONG))
-        number += 1
-        if number % 10 == 0:
-            report(f"{totals.faults.total()} faults in {time.monotonic() - began:.0f} s")
+        totals.add(run_episode(f"{seed}.{totals.episodes}", LONG))
+        if time.monotonic() > said + EVERY:
+            said = time.monotonic()
+            report(f"{totals.faults.total()} faults, {totals.right} tokens right, in {said - began:.0f} s")
     report(totals)
     assert totals.right + totals.not_judged == totals.tokens
 

@@ -31,7 +31,7 @@ from dgr.serving.api.fields import (
 )
 from dgr.testing.hostile_files.kinds import ROUTE
 from dgr.wire import frames
-from dgr.wire.framing import HEADER_SIZE, Framer
+from dgr.wire.framing import HEADER_SIZE, Framer, decode_message, encode_message
 
 
 @frozen
@@ -94,15 +94,15 @@ def _received(framer: Framer, parts: list[bytes]) -> list[tuple[frames.Frame, by
 def run_frames(data: bytes) -> None:
     """A frame that was read is written as what reads the same."""
     try:
-        frame = frames.decode(data)
+        frame = decode_message(data)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return
-    again = frames.decode(frames.encode_message(frame))
+    again = decode_message(encode_message(frame))
     assert msgspec.msgpack.encode(again) == msgspec.msgpack.encode(frame)  # NaN is not equal to itself
 
 
 def _bodies() -> list[bytes]:
-    return [frames.encode_message(frame) for frame in _frames()]
+    return [encode_message(frame) for frame in _frames()]
 
 
 # --- files ------------------------------------------------------------------------------------------------------------

@@ -65,7 +65,7 @@ def test_reports_end_the_process() -> None:
     ("numerics", "wire"), [(Numerics.EXACT, Wire.F32), (Numerics.NATIVE, Wire.F32), (Numerics.SAME_CUTS, Wire.Q8)]
 )
 async def test_a_pipeline_from_end_to_end(small: Path, prompt: Prompt, numerics: Numerics, wire: Wire) -> None:
-    """Text in and out, chunks, turns, forks, evictions, draws, a cancelled prefill, every row of logits, state summaries."""
+    """Text in and out, chunks, turns, forks, draws, a cancelled prefill, two sessions at once, every row of logits."""
     context = dgr.ContextParams(n_ctx=512, n_batch=64, n_ubatch=32, n_seq_max=2, numerics=numerics, wire=wire)
     drawn = SamplingParams(temperature=0.8, top_k=40, top_p=0.9, min_p=0.01, repeat_penalty=1.1, seed=7, top_logprobs=5)
     async with dgr.open_pipeline(small, SPLIT, context=context, chunk=16) as pipeline:
@@ -79,11 +79,10 @@ async def test_a_pipeline_from_end_to_end(small: Path, prompt: Prompt, numerics:
         async with pipeline.session() as session:
             with trio.move_on_after(0.05):
                 await take(session.generate(prompt(400), max_tokens=4, stop=()))
-            await take(session.generate(prompt(140, seed=1), max_tokens=4, stop=()))
-            async with pipeline.session() as second, pipeline.session() as third:  # more than there are slots
-                for turn in range(2):
-                    for seed, each in enumerate((second, third)):
-                        await take(each.generate(prompt(20, seed=10 * turn + seed), max_tokens=2, stop=()))
+            await take(session.generate(prompt(60, seed=1), max_tokens=4, stop=()))
+        async with pipeline.session() as one_of_two, pipeline.session() as other, trio.open_nursery() as nursery:
+            for seed, each in enumerate((one_of_two, other)):
+                nursery.start_soon(take, each.generate(prompt(100, seed=seed), max_tokens=8, stop=()))
         rows: list[int] = []
         async with pipeline.session() as session:
             await session.logits(prompt(40), lambda position, values: rows.append(values.nbytes))

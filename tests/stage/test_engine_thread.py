@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import pytest
 import trio
+import trio.testing
 
 from dgr.stage.engine_thread import EngineThread
 
@@ -31,6 +32,38 @@ async def test_an_error_reaches_the_caller_and_the_thread_goes_on() -> None:
     with pytest.raises(ZeroDivisionError):
         await engine_thread.run(lambda: 1 // 0)
     assert await engine_thread.run(lambda: 7) == 7
+    engine_thread.stop()
+
+
+async def test_what_is_to_be_told_first_is_told_before_the_caller() -> None:
+    engine_thread, told = EngineThread("an engine thread"), trio.Event()
+    seen: list[object] = []
+
+    async def listen() -> None:
+        await told.wait()
+        seen.append("whoever was told")
+
+    def tell(result: int) -> None:
+        seen.append(result)
+        told.set()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(listen)
+        await trio.testing.wait_all_tasks_blocked()
+        assert await engine_thread.run(lambda: 7, tell) == 7
+        seen.append("the caller")
+    assert seen[0] == 7
+    assert set(seen[1:]) == {"the caller", "whoever was told"}
+
+    def divide(result: int) -> None:
+        seen.append(1 // result)
+
+    with pytest.raises(ZeroDivisionError):
+        await engine_thread.run(lambda: 0, divide)
+    with pytest.raises(ZeroDivisionError):
+        await engine_thread.run(lambda: 1 // 0, tell)
+    assert len(seen) == 3
+    assert await engine_thread.run(lambda: 8) == 8, "neither ends the thread or the loop"
     engine_thread.stop()
 
 

@@ -90,7 +90,7 @@ async def _echo(transport: trio.abc.Stream) -> None:
 
 async def _serve(address: str, credentials: Credentials | None) -> None:
     """Be the far side in a process of its own; print where."""
-    listeners = await listen(address, credentials=credentials)
+    listeners = await listen(address, credentials=credentials, allow_plain=True)
     tls = None if credentials is None else credentials.context(server=True)
     print(address_of(listeners[0]), flush=True)
 
