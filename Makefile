@@ -279,7 +279,7 @@ docs: $(DOCS)/.stamp
 	$(DOCS)/bin/python docs/assemble_site.py build/site-source
 	$(DOCS)/bin/zensical build --strict
 
-$(DOCS)/.stamp: constraints-docs.txt pyproject.toml
+$(DOCS)/.stamp: constraints-docs.txt
 	$(PYTHON) -m venv --clear $(DOCS)
 	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-docs.txt --upgrade pip
 	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-docs.txt --group docs
