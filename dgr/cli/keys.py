@@ -122,9 +122,10 @@ def _load(path: Path, key_path: Path) -> tuple[x509.Certificate, ec.EllipticCurv
     try:
         key = load_pem_private_key(read_whole(key_path, MOST_PEM_BYTES, "a private key"), password=None)
         certificate = x509.load_pem_x509_certificate(read_whole(path, MOST_PEM_BYTES, "a certificate"))
+        certified = certificate.public_key()
     except (OSError, ValueError, TypeError) as error:
         raise InputError(f"cannot read the CA of {path} and {key_path}: {error}; choose another folder") from error
-    if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != certificate.public_key():
+    if not isinstance(key, ec.EllipticCurvePrivateKey) or key.public_key() != certified:
         raise InputError(f"{key_path} is not the elliptic-curve key of {path}; choose another folder for a new CA")
     if certificate.not_valid_after_utc < datetime.datetime.now(datetime.UTC):
         raise InputError(

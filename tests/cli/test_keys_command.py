@@ -11,7 +11,7 @@ import pytest
 from cli.commands import Result
 from cryptography import x509
 from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
+from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 
 from dgr.cli import keys
 from dgr.errors import InputError
@@ -263,3 +263,15 @@ def test_a_key_with_a_pass_phrase_is_an_error_and_not_a_question(run: Callable[.
     credentials = Credentials(*(tmp_path / name for name in ("ca.pem", "a.pem", "a.key")))
     with pytest.raises(InputError, match="cannot load TLS credentials"):
         credentials.context(server=True)
+
+
+def test_a_ca_whose_key_is_no_point_of_its_curve_is_refused(run: Callable[..., Result], tmp_path: Path) -> None:
+    run("keys", "a", "--out", tmp_path)
+    path = tmp_path / "ca.pem"
+    point = certificate(path).public_key().public_bytes(Encoding.X962, PublicFormat.UncompressedPoint)
+    told = certificate(path).public_bytes(Encoding.DER)
+    spoilt = told.replace(point, point[:-1] + bytes([point[-1] ^ 1]))
+    assert spoilt != told
+    path.write_text(ssl.DER_cert_to_PEM_cert(spoilt))
+    result = run("keys", "b", "--out", tmp_path)
+    assert (result.code, "cannot read the CA" in result.err) == (2, True)

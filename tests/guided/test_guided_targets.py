@@ -40,6 +40,6 @@ def test_a_framer_that_reads_otherwise_in_pieces_would_be_found(monkeypatch: pyt
 
 def test_frames_that_are_written_otherwise_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
     bodies = TARGETS["frames"].seeds()
-    monkeypatch.setattr("dgr.wire.frames.encode_message", lambda _: bodies[1])
+    monkeypatch.setattr("guided.targets.encode_message", lambda _: bodies[1])
     with pytest.raises(AssertionError):
         run_frames(bodies[0])

@@ -276,7 +276,7 @@ _TYPES: Sequence[type[Struct]] = (
 # --- the document -----------------------------------------------------------------------------------------------------
 
 _REF = "#/components/schemas/{name}"
-_EVENTS = {"schema": {"type": "string", "description": "server-sent events, where `stream` is true"}}
+_EVENTS = {"schema": {"description": "server-sent events, where `stream` is true"}}
 
 
 def _content(kind: type[Struct]) -> Object:
@@ -343,9 +343,11 @@ def _paths() -> Mapping[str, Object]:
 
 
 @cache
-def openapi_json() -> bytes:
-    """The document, as JSON."""
+def openapi_json(model: str) -> bytes:
+    """The document of a server of this model, as JSON."""
     _, schemas = msgspec.json.schema_components(_TYPES, ref_template=_REF)
+    for request in ("ChatRequest", "CompletionRequest", "ResponsesRequest", "MessagesRequest"):
+        schemas[request]["properties"]["model"] = {"enum": [model, None], "default": None}
     schemes = {
         "bearer": {"type": "http", "scheme": "bearer"},
         "key": {"type": "apiKey", "in": "header", "name": "x-api-key"},

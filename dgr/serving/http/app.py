@@ -94,7 +94,7 @@ def make_app(
         )
 
     async def described(_: Request) -> Response:
-        return Response(openapi_json(), media_type="application/json")
+        return Response(openapi_json(options.model), media_type="application/json")
 
     async def index(_: Request) -> Response:
         return Response(page(service), media_type="text/html; charset=utf-8", headers=PAGE_HEADERS)

@@ -253,7 +253,9 @@ _SPEED = msgspec.json.encode(
 
 _FINGERPRINT = kernel_fingerprint()
 _RECORD = msgspec.json.encode(
-    ExactnessRecord(_FINGERPRINT, ("f32", "q8_0", "mxfp4"), ("f16", "f32"), {"weights q4_K": "batch"}, {"weights iq1_m": "none"})
+    ExactnessRecord(
+        _FINGERPRINT, ("f32", "q8_0", "mxfp4"), ("f16", "f32"), {"weights q4_K": "batch"}, {"weights iq1_m": "none"}
+    )
 )
 _RECORD_NAME = f"numerics/{_FINGERPRINT}.json"
 

@@ -16,7 +16,7 @@ from dgr.serving.api.openapi import openapi_json
 from dgr.serving.http import app as http_app
 from dgr.serving.http.keys import Gate
 
-DOCUMENT: dict[str, Any] = json.loads(openapi_json())
+DOCUMENT: dict[str, Any] = json.loads(openapi_json("m"))
 MESSAGES = [{"role": "user", "content": "hi"}]
 OFF = {"type": "disabled"}
 #: A request for every path that takes one.
@@ -60,7 +60,7 @@ async def test_every_route_is_described_and_nothing_else(
 
     monkeypatch.setattr(http_app, "Gate", Seen)
     async with serve() as server:
-        assert (await server.ask("GET", "/openapi.json")).body == openapi_json()
+        assert (await server.ask("GET", "/openapi.json")).body == openapi_json("m")
     described = {(path, method) for path, item in DOCUMENT["paths"].items() for method in item}
     assert described == _routes(made[0])
 
