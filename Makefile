@@ -8,6 +8,7 @@
 # make test-llama-bench: what runs upstream's llama-bench and llama-server, which it builds on demand
 # make test-load: the load client llama-benchy against a server, offline; it has an environment of its own
 # make test-ray: stages in a Ray cluster on this machine; Ray has an environment of its own, over the other one
+# make test-transformers: the tools for the learned fixture beside transformers, which has an environment of its own
 # make test-vulkan: native numerics on a Vulkan device, a software one where there is no card; a build of its own
 # make test-hosts: stages on several hosts, which are network namespaces of this machine; needs the right to make them
 # make test-sanitizers: native code under AddressSanitizer, UBSan and ThreadSanitizer; builds of its own
@@ -30,6 +31,7 @@ BIN    := $(VENV)/bin
 MODEL  := build/demo.gguf
 LOAD   := build/load-client
 RAY    := build/ray
+TOOLS  := build/transformers
 GUIDED := build/guided
 HOSTILE := build/http-hostile
 # Seconds that each target is fuzzed for, and which targets.
@@ -70,7 +72,7 @@ $(foreach choice,$(CHOICES),$(eval $(call keep_choice,$(choice))))
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
 .PHONY: demo announce numerics wheel wheel-cost test-wheel coverage test test-long test-fuzz test-chaos test-llama-bench test-load \
-	load-client test-ray ray fuzz-coverage guided test-http-hostile http-hostile test-kernel-builds test-vulkan test-hosts test-sanitizers lint docs pages build ctest check-patches \
+	load-client test-ray ray test-transformers transformers fuzz-coverage guided test-http-hostile http-hostile test-kernel-builds test-vulkan test-hosts test-sanitizers lint docs pages build ctest check-patches \
 	check-mtp clean FORCE
 
 # Exact numerics run with no types but those that were tested on these kernels; here those of this model, in seconds.
@@ -87,13 +89,13 @@ $(MODEL): $(VENV)/.stamp-dgr
 	@touch $@
 
 DEFAULT := not slow and not native_reference and not llama_bench and not fuzz and not chaos and not kernel_builds and not load and not ray \
-	and not vulkan and not hosts and not sanitizers and not wheel and not http_hostile
+	and not transformers and not vulkan and not hosts and not sanitizers and not wheel and not http_hostile
 
 test: build
 	$(BIN)/python -m pytest -m "$(DEFAULT)"
 
 test-long: build
-	$(BIN)/python -m pytest -m "(slow or native_reference) and not fuzz and not chaos and not kernel_builds and not ray and not vulkan and not hosts and not sanitizers and not wheel"
+	$(BIN)/python -m pytest -m "(slow or native_reference) and not fuzz and not chaos and not kernel_builds and not ray and not transformers and not vulkan and not hosts and not sanitizers and not wheel"
 
 test-fuzz: build
 	$(BIN)/python -m pytest -m fuzz
@@ -151,6 +153,18 @@ $(RAY)/.stamp: constraints-ray.txt $(VENV)/.stamp-tools
 	$(PYTHON) -m venv --clear $(RAY)
 	$(RAY)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-ray.txt 'ray==2.60.*'
 	$(call over,$(RAY))
+	touch $@
+
+test-transformers: build transformers
+	$(TOOLS)/bin/python -m pytest -m transformers tests/tools
+
+# 250 MB with the CPU's build of PyTorch, gigabytes with another: not part of the development environment, which it sees.
+transformers: $(TOOLS)/.stamp
+
+$(TOOLS)/.stamp: constraints-transformers.txt tools/requirements.txt $(VENV)/.stamp-tools
+	$(PYTHON) -m venv --clear $(TOOLS)
+	$(TOOLS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-transformers.txt -r tools/requirements.txt
+	echo "import site; site.addsitedir('$$($(BIN)/python -c $(PURELIB))')" > $$($(TOOLS)/bin/python -c $(PURELIB))/dgr-development.pth
 	touch $@
 
 # An environment of its own. Kernels for a class of CPUs, since wheels travel: ggml's, without GGML_NATIVE, are x86-64-v3 (AVX2,
@@ -265,7 +279,7 @@ docs: $(DOCS)/.stamp
 	$(DOCS)/bin/python docs/assemble_site.py build/site-source
 	$(DOCS)/bin/zensical build --strict
 
-$(DOCS)/.stamp: constraints-docs.txt pyproject.toml
+$(DOCS)/.stamp: constraints-docs.txt
 	$(PYTHON) -m venv --clear $(DOCS)
 	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-docs.txt --upgrade pip
 	$(DOCS)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-docs.txt --group docs

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import llama_cpp
 
-#: Seconds of one core, on a Zen 4 of 2023 at 3 to 4 GHz, and whether several cores share them. `docs/benchmarks.md` says how
-#: they were measured.
-COMPILING_LLAMA_CPP, COMPILING_DGR, COMPRESSED = 190, 30, 5
+#: Processor seconds, as `time` told of each step on a server of 2023 (Zen 4) that was busy with other things; several cores
+#: share the first two. A first run of its own takes less rather than more.
+COMPILING_LLAMA_CPP, COMPILING_DGR, COMPRESSED = 190, 25, 5
 #: Seconds, cores or not: a virtual environment and packages from a registry that is near; tests, model and answer.
 INSTALLING, RUNNING = 25, 8
 
@@ -46,7 +46,8 @@ def steps(venv: Path, model: Path) -> list[tuple[str, float]]:
         return [run]
     if not (venv / ".stamp-tools").exists():
         found.append((f"install build tools and libraries into {venv}, from PyPI", INSTALLING))
-    prefix = llama_cpp.prefix_of(llama_cpp.Flavour(patched=True, cc=os.environ["CC"], cxx=os.environ["CXX"]))
+    cc, cxx = os.environ.get("CC") or "cc", os.environ.get("CXX") or "c++"
+    prefix = llama_cpp.prefix_of(llama_cpp.Flavour(patched=True, cc=cc, cxx=cxx))
     if not prefix.exists():
         where = prefix.parent.parent
         found.append((f"compile llama.cpp, once, into {where}", COMPILING_LLAMA_CPP / n + COMPRESSED))

@@ -173,6 +173,10 @@ int32_t dgr_kernel_probe(char * out, size_t out_size);
 // Reads quantised blocks as numbers with the type's reference code (ggml's to_float); a ggml_type that has no blocks, and
 // sizes that are not whole blocks, at least one, are refused.
 int32_t dgr_dequantize(int32_t type, const void * blocks, size_t n_bytes, float * out, size_t n_values);
+// Writes numbers as rows of a type, quantised as ggml does without an importance matrix (ggml_quantize_chunk); `width` values
+// a row. Refused are types that hold no weights or need a matrix, values that are not finite, and sizes that are not whole
+// rows of whole blocks, at least one.
+int32_t dgr_quantize(int32_t type, const float * values, size_t n_values, size_t width, void * out, size_t n_bytes);
 
 // A stage.
 dgr_stage_params dgr_stage_params_default(void);

@@ -23,6 +23,7 @@ from dgr_bench.frontier import command as frontier
 from dgr_bench.overhead import builds, hops, lanes, predictions, prefill, servers, sessions, wires
 from dgr_bench.overhead import command as overhead
 from dgr_bench.peers import command as peers
+from dgr_bench.quality import command as quality
 from dgr_bench.results import SCHEMA
 from dgr_bench.widths import command as widths
 
@@ -46,6 +47,7 @@ _COMMANDS = (
     wires.COMMAND,
     lanes.COMMAND,
     peers.COMMAND,
+    quality.COMMAND,
     widths.COMMAND,
 )
 

@@ -48,6 +48,7 @@ Kind = Literal[
     "wires",
     "lanes",
     "peers",
+    "quality",
     "widths",
     "builds",
     "selftest",

@@ -9,7 +9,7 @@ import attrs
 
 from dgr.cli.progress import progress_bar
 from dgr.cli.streams import print_json
-from dgr.core.files.targets import find_target, not_writable
+from dgr.core.files.targets import Target, find_target, not_writable
 from dgr.core.route import LayerRange
 from dgr.core.units import human_bytes
 from dgr.errors import InputError
@@ -51,6 +51,12 @@ def register(subparsers: argparse._SubParsersAction[Any]) -> None:
         metavar="N",
         help="write N files, OUT-00001-of-0000N.gguf and so on, and the model's manifest; the first holds no tensor",
     )
+    parser.add_argument(
+        "--learned",
+        action="store_true",
+        help="write the model that has learned instead: English, a byte a token, and recall of what was stated far back"
+        " (--weights alone goes with it; default: mixed)",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
 
@@ -63,11 +69,36 @@ def _layers(text: str) -> int | LayerRange:
     return int(text[:9])
 
 
+def _write_learned(args: argparse.Namespace, target: Target) -> int:
+    from dgr.selftest.learned.model import learned_summary, write_learned  # numpy is loaded with it
+
+    for flag, given in (
+        ("--seed", args.seed != 0),
+        ("--preset", args.preset is not None),
+        ("--layers", args.layers != "43"),
+        ("--mtp", args.mtp),
+        ("--sparse", args.sparse),
+        ("--parts", args.parts != 1),
+    ):
+        if given:
+            raise InputError(f"{flag} cannot go with --learned: that model is what it is; give --weights alone")
+    summary = learned_summary(write_learned(target.file, args.weights or "mixed"), args.weights or "mixed")
+    summary = attrs.evolve(summary, path=args.out)
+    if args.json:
+        print_json(attrs.asdict(summary))
+        return 0
+    print(f"{summary.path}: {human_bytes(summary.file_bytes)}, {summary.n_parameters / 1e6:.1f} M parameters")
+    print(f"learned, weights {summary.weights}, {summary.layers} layers")
+    return 0
+
+
 def run(args: argparse.Namespace) -> int:
     layers = _layers(args.layers)
     target = find_target(args.out)  # looked at before anything is computed
     if target.direct:
         raise not_writable(args.out, "a model is a file, and this is none")
+    if args.learned:
+        return _write_learned(args, target)
     with progress_bar("writing the model") as progress:
         summary = write_fixture(
             target.file if args.parts == 1 else args.out,  # what a link leads to is replaced, not the link

@@ -93,7 +93,7 @@ class ClientSession:
 
     @property
     def sent_in_all(self) -> int:
-        """Tokens sent to the stages over the session's life, those of re-prefills included."""
+        """Tokens sent from here over the session's life, those of re-prefills included."""
         return self._work.sent_in_all
 
     @property

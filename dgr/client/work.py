@@ -122,7 +122,7 @@ class SessionWork:
         self._committed = 0
         self._chunks: deque[Chunk] = deque()
         self._seq = 0
-        #: Tokens sent over the session's life, those of re-prefills included.
+        #: Tokens sent from here over the session's life, those of re-prefills included.
         self.sent_in_all = 0
         #: The request that it is done for, if that is traced.
         self.trace: RequestTrace | None = None
@@ -184,6 +184,7 @@ class SessionWork:
             run=run,
         )
         self._await(frame, self._route.send_work)
+        self.sent_in_all += len(tokens)
         self._seq = frame.seq + (0 if run is None else run.tokens)
 
     def _stands(self) -> Expectation:
@@ -192,7 +193,6 @@ class SessionWork:
     def _await(self, frame: frames.Tokens, send: Callable[[frames.Tokens], PendingReply]) -> None:
         reply = send(frame) if self.trace is None else self.trace.send(frame, send)
         self._sent.extend(frame.tokens)
-        self.sent_in_all += len(frame.tokens)
         self._chunks.append(Chunk(frame.seq, len(frame.tokens), self._sent.position, frame.sampling, reply))
         if frame.run is not None:
             reply.when_set(partial(self._follow, frame, reply))

@@ -6,6 +6,9 @@ What is listed here is public (``docs/testing.md``); it needs nothing but what d
 from dgr.selftest.chain import Chain, cut_at, pieces, some_tokens
 from dgr.selftest.fixture import PRESETS, WEIGHTS, FixtureSummary, cached_fixture, edit_gguf, write_fixture
 from dgr.selftest.invariance import run_suite
+from dgr.selftest.learned.cached import cached_learned
+from dgr.selftest.learned.model import write_learned
+from dgr.selftest.learned.recall import make_recital
 from dgr.selftest.llama_chain import open_chain
 from dgr.testing.engines.case import ContractReport
 from dgr.testing.engines.contract import EngineContract
@@ -44,11 +47,13 @@ __all__ = [
     "StaleRow",
     "SwappedSideband",
     "cached_fixture",
+    "cached_learned",
     "cut_at",
     "edit_gguf",
     "free_ports",
     "is_gone",
     "is_paused",
+    "make_recital",
     "open_chain",
     "open_fake_pipeline",
     "open_program",
@@ -63,5 +68,6 @@ __all__ = [
     "some_tokens",
     "until",
     "write_fixture",
+    "write_learned",
     "write_route",
 ]

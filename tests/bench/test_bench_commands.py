@@ -30,6 +30,7 @@ COMMANDS = (
     "plan",
     "report",
     "builds",
+    "quality",
     "widths",
 )
 

@@ -171,5 +171,5 @@ def test_the_command(
     assert f"**{verdict}**" in report
     assert f"| tls | decode | {PAYLOAD} | {extra}.0 |" in report
     assert (tmp_path / "plots" / "hops.png").exists()
-    assert not list((tmp_path / "plots").glob("*.svg"))
+    assert (tmp_path / "plots" / "hops.svg").exists()
     assert json.loads((tmp_path / "result.json").read_text())["complete"]

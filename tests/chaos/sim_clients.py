@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from functools import partial
 
 import trio
+from attrs import evolve
 from chaos.sim_stages import CONTEXT, MODEL
 from chaos.sim_world import SPLITS, TIMEOUTS, World
 from conversations import reference
@@ -113,13 +114,13 @@ class Talk:
         if dice.random() < 0.2:
             before = before[: dice.randrange(len(before) + 1)]  # a client that edits what was said
         prompt = [*before, *dice.choices(range(256), k=dice.randint(1, 20))]
+        ahead = dice.choice((0, 0, 2, 6))
         if dice.random() < 0.3:
-            generation = session.generate(transcript=prompt, max_tokens=count, sampling=sampling, stop=())
+            generation = session.generate(transcript=prompt, max_tokens=count, sampling=sampling, stop=(), ahead=ahead)
         else:
-            prompt = [*session.transcript, *prompt[len(before) :]]
-            generation = session.generate(
-                prompt[len(session.transcript) :], max_tokens=count, sampling=sampling, stop=()
-            )
+            new = prompt[len(before) :]
+            prompt = [*session.transcript, *new]
+            generation = session.generate(new, max_tokens=count, sampling=sampling, stop=(), ahead=ahead)
         said, expected = list[int](), reference(prompt, count, sampling)
         async for token in generation:
             said.append(token.id)
@@ -243,7 +244,8 @@ LIMITS = ServingLimits(prefixes=1, max_waiting=6, deadline=DEADLINE)
 
 async def server(world: World, name: str, pipeline: Pipeline) -> None:
     """Requests that begin alike over a serving, so that prefixes are kept and copied."""
-    async with open_serving(pipeline, LIMITS) as engine, trio.open_nursery() as nursery:
+    limits = evolve(LIMITS, ahead=world.dice(name).choice((0, 4)))
+    async with open_serving(pipeline, limits) as engine, trio.open_nursery() as nursery:
         for index in range(4):
             nursery.start_soon(_ask, world, f"{name}.{index}", engine)
     if engine.line.running or engine.line.waiting or engine.sessions.kept:

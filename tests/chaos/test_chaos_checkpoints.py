@@ -53,6 +53,10 @@ async def generate(_: Offline, session: ClientSession) -> None:
     await take(session.generate([7], max_tokens=2, stop=()))
 
 
+async def generate_ahead(_: Offline, session: ClientSession) -> None:
+    await take(session.generate([7], max_tokens=6, stop=(), ahead=4))
+
+
 async def logits(_: Offline, session: ClientSession) -> None:
     await session.logits([7, 8], lambda _position, _values: None)
 
@@ -167,7 +171,7 @@ CALLS: dict[str, Call] = {
     "dgr.ClientSession.logits": logits,
     "dgr.ClientSession.prefill": prefill,
     "dgr.ClientSession.state_summaries": state_summaries,
-    "dgr.Generation.__anext__": generate,
+    "dgr.Generation.__anext__": generate_ahead,
     "dgr.LocalCluster.connect": connect,
     "dgr.LocalCluster.start": start,
     "dgr.Pipeline.change_route": change_route,

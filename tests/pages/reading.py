@@ -11,7 +11,7 @@ from attrs import frozen
 ROOT = Path(__file__).parents[2]
 #: What people read: everything that the site has.
 PAGES = [
-    *(ROOT / f"{name}.md" for name in ("README", "CHANGELOG", "CONTRIBUTING")),
+    *(ROOT / f"{name}.md" for name in ("README", "CHANGELOG", "CONTRIBUTING", "SECURITY")),
     *sorted((ROOT / "docs").glob("*.md")),
     ROOT / "vendor/llama.cpp/README.md",
 ]

@@ -1,0 +1,1 @@
+"""A small DeepSeek V4 model that has learned: English text, and to recall what was stated far back."""

@@ -1,0 +1,1 @@
+"""Programs beside the product, with requirements of their own (``tools/requirements.txt``). Nothing imports them."""
