@@ -126,6 +126,7 @@ class Connection:
                         with trio.CancelScope(shield=True):  # half of an answer would be another answer
                             await self._stream.send_all(data)
                     except _BROKEN:
+                        self.let_go()  # what else it asked for, nobody reads
                         await self._protocol.handle(Closed())
             case Updated(idle=is_idle):
                 self._since = trio.current_time()

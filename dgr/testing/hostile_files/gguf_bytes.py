@@ -47,7 +47,7 @@ def _cut(drawn: random.Random, data: bytes) -> bytes:
 def _lie(drawn: random.Random, data: bytes) -> bytes:
     """Counts, lengths, types, shapes and offsets that are not so: far from it, or by one."""
     changed, fields = bytearray(data), header_fields(data)
-    wanted = drawn.choice(("version", "count", "length", "type", "dimensions", "shape", "offset", "value"))
+    wanted = drawn.choice(sorted({one.what for one in fields}))
     for _ in range(drawn.randint(1, 2)):
         field = drawn.choice([one for one in fields if one.what == wanted])
         code = "<Q" if field.size == 8 else "<I"

@@ -336,9 +336,9 @@ class Idle:
         descriptors = self._process.num_fds() - self._descriptors
         return {**found, "descriptors": descriptors} if descriptors > 0 else found
 
-    async def again(self) -> None:
+    async def again(self, seconds: float = 20.0) -> None:
         """Until there is no more than there was. Raises :class:`AssertionError` naming it."""
         with suppress(DeadlineExceeded):
-            await until(lambda: not self.more(), 10)
+            await until(lambda: not self.more(), seconds)
         if more := self.more():
             raise AssertionError(f"there is more than there was: {more}")
