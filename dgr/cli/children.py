@@ -9,9 +9,14 @@ from pathlib import Path
 __all__ = ["flags_of", "python_module", "spelled_out"]
 
 
-def python_module(module: str, *arguments: str) -> list[str]:
-    """The command line of a module that is run by this interpreter, which looks for modules where they are installed."""
-    return [sys.executable, "-P", "-m", module, *arguments]
+def python_module(module: str, *arguments: str, python: str | None = None) -> list[str]:
+    """The command line of a module that is run by this interpreter, which looks for modules where they are installed.
+
+    ``python``: the interpreter of another environment, which also looks nowhere that the present one's environment says.
+    """
+    return (
+        [sys.executable, "-P", "-m", module, *arguments] if python is None else [python, "-I", "-m", module, *arguments]
+    )
 
 
 def spelled_out(path: str | Path) -> str:

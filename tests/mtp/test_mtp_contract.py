@@ -64,7 +64,7 @@ def test_values_are_those_of_the_wire() -> None:
 
 def test_work_is_a_frame_with_two_fields_more() -> None:
     for frame in (frames.Tokens, frames.Boundary):
-        common = [name for name in frame.__struct_fields__ if name not in ("logits", "trace")]
+        common = [name for name in frame.__struct_fields__ if name not in ("logits", "run", "trace")]
         assert [name for name in MtpWork.__struct_fields__ if name in common] == common
     assert set(MtpWork.__struct_fields__) - set(frames.Boundary.__struct_fields__) == {"want", "candidates", "draft"}
 

@@ -132,7 +132,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def kernels_of(python: str) -> dict[str, Any]:
     """What the dgr of an environment says of its kernels. Raises :class:`~dgr.errors.InputError`."""
-    command = [python, "-I", "-m", "dgr", "--version", "--json"]
+    command = [str(Path(python).with_name("dgr")), "--version", "--json"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
         found: dict[str, Any] = json.loads(done.stdout)["kernels"]

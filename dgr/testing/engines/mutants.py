@@ -41,6 +41,10 @@ class Mutant:
         self.close(slot)
         yield from ()
 
+    def fork_pieces(self, source: int, target: int) -> Generator[None, None, None]:
+        self.fork(source, target)
+        yield from ()
+
     def state_pieces(self, slot: int) -> Generator[StateSummary | None, None, None]:
         yield self.state_summary(slot)
 

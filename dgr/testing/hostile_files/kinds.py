@@ -34,7 +34,7 @@ from dgr.engine.vocab import LlamaVocabulary
 from dgr.errors import DgrError, InputError
 from dgr.gguf import reader
 from dgr.gguf.reader import MetaArray, MetaValue
-from dgr.testing.hostile_files import gguf_damage
+from dgr.testing.hostile_files.gguf import damage as gguf_damage
 from dgr.testing.hostile_files.kind import Door, FileKind, Mutation
 from dgr.testing.hostile_files.places import misplaced
 from dgr.testing.hostile_files.text_damage import damaged_bytes, damaged_json, damaged_lines, rewritten

@@ -160,8 +160,7 @@ def open_program(
     ``stderr``: a descriptor for what it says there, and whatever it starts; by default it is kept in ``errors``.
     ``python``: the interpreter of another environment, whose dgr is run.
     """
-    command = python_module("dgr", *arguments) if python is None else [python, "-I", "-m", "dgr", *arguments]
-    return open_command(*command, stdin=stdin, stderr=stderr)
+    return open_command(*python_module("dgr", *arguments, python=python), stdin=stdin, stderr=stderr)
 
 
 @asynccontextmanager

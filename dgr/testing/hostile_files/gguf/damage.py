@@ -23,8 +23,8 @@ from dgr.gguf.writer import u32
 from dgr.selftest.fixture.edit import edit_gguf, write_in_parts
 from dgr.selftest.fixture.metadata import strings
 from dgr.selftest.fixture.writer import write_fixture
-from dgr.testing.hostile_files.gguf_bytes import CHANGES, NUMBERS, WIDE, Change
-from dgr.testing.hostile_files.gguf_fields import header_fields
+from dgr.testing.hostile_files.gguf.bytes import CHANGES, NUMBERS, WIDE, Change
+from dgr.testing.hostile_files.gguf.fields import header_fields
 from dgr.testing.hostile_files.kind import Mutation
 from dgr.testing.hostile_files.places import PLACES, misplaced
 from dgr.testing.hostile_files.text_damage import damaged_json, rewritten

@@ -6,7 +6,7 @@ import random
 import struct
 from collections.abc import Callable, Mapping
 
-from dgr.testing.hostile_files.gguf_fields import header_fields
+from dgr.testing.hostile_files.gguf.fields import header_fields
 
 __all__ = ["CHANGES", "NUMBERS", "WIDE", "Change"]
 

@@ -1,0 +1,1 @@
+"""GGUF files that are damaged where their structure says it hurts."""
