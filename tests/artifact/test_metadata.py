@@ -73,6 +73,7 @@ def test_reads_what_the_fixture_wrote(header: GgufFile) -> None:
     assert hp.boundary_width == 128
 
 
+@pytest.mark.slow
 def test_the_real_widths_survive_a_round_trip(tmp_path: Path) -> None:
     path = tmp_path / "real.gguf"
     write_fixture(path, preset="real", weights="mixed", sparse=True)

@@ -327,6 +327,7 @@ def test_results_of_two_commands_are_not_compared(folder: Path, tmp_path: Path) 
 # --- native numerics --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_native_numerics_are_measured_and_not_promised(job: CertifyJob, tmp_path: Path) -> None:
     native = evolve(job, plan=msgspec.structs.replace(SMALL, numerics=Numerics.NATIVE, cancels=0, refusals=0))
     result = run(native, tmp_path)

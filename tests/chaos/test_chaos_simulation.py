@@ -41,6 +41,7 @@ def test_nothing_is_wrong_late_or_left_for_a_while(seed: str) -> None:
     assert episode.world.answers.right > 5
 
 
+@pytest.mark.slow
 def test_a_seed_gives_the_same_events_every_time() -> None:
     first, again, other = run_episode("7", 8), run_episode("7", 8), run_episode("8", 8)
     assert (first.world.digest, first.steps) == (again.world.digest, again.steps)

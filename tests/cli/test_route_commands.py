@@ -182,6 +182,7 @@ def test_generate_over_stages_that_are_not_there(
     assert "dgr doctor --route" in step
 
 
+@pytest.mark.slow
 def test_generate_waits_for_stages_that_are_not_up_yet(
     run: Callable[..., Result], cluster: Cluster, stages: Callable[..., list[Stage]], route_file: Callable[..., Path]
 ) -> None:
@@ -199,6 +200,7 @@ def test_generate_waits_for_stages_that_are_not_up_yet(
     assert len(result.json()["tokens"]) == 8
 
 
+@pytest.mark.slow
 def test_generate_waits_for_a_lost_stage_as_long_as_it_is_told(
     run: Callable[..., Result],
     cluster: Cluster,

@@ -72,6 +72,13 @@ COMMANDS: dict[str, tuple[int, Command]] = {
 #: Of these, those that end here before they have anything to print.
 SILENT = "up", "drain"
 EVERY = pytest.mark.parametrize("name", COMMANDS)
+
+
+def _later(*values: object) -> list[object]:
+    """Cases of the long suite."""
+    return [pytest.param(value, marks=pytest.mark.slow) for value in values]
+
+
 #: Of the commands above those that print something for whoever reads their standard output.
 PRINTING = pytest.mark.parametrize("name", [name for name in COMMANDS if name not in SILENT])
 
@@ -98,7 +105,7 @@ def odd(small: Path, tmp_path: Path) -> Path:
 # --- closed, full and impatient streams ---
 
 
-@pytest.mark.parametrize("closed", [(0,), (1,), (2,), (0, 1, 2)], ids=str)
+@pytest.mark.parametrize("closed", [*_later((0,), (2,)), (1,), (0, 1, 2)], ids=str)
 @EVERY
 def test_a_closed_stream_changes_no_exit_code(name: str, closed: tuple[int, ...], small: Path, tmp_path: Path) -> None:
     code, command = COMMANDS[name]
@@ -194,7 +201,7 @@ def test_a_pipe_that_does_not_block_is_waited_for(monkeypatch: pytest.MonkeyPatc
 # --- names and characters ---
 
 
-@pytest.mark.parametrize("encoding", ["utf-8", "ascii", "latin-1"])
+@pytest.mark.parametrize("encoding", [*_later("utf-8", "latin-1"), "ascii"])
 @EVERY
 def test_names_that_are_not_utf8_are_shown_escaped(name: str, encoding: str, odd: Path, tmp_path: Path) -> None:
     code, command = COMMANDS[name]

@@ -65,6 +65,7 @@ async def test_a_stage_that_does_not_answer_is_killed_and_started_again() -> Non
         assert told.of("ready")[0]["pid"] != told.of("ready")[1]["pid"]
 
 
+@pytest.mark.slow
 async def test_whoever_refuses_to_answer_is_alive(authority: Authority) -> None:
     """A stage whose certificate has expired, or that holds all its links, is not started again for that."""
     async with open_hosts(authority.policy("127.0.0.1")) as hosts:

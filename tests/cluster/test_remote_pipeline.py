@@ -424,6 +424,7 @@ async def test_a_silent_next_stage_is_noticed_by_the_stage_before_it() -> None:
                 assert f"silent for {3 * BEAT:g} s" in down.why
 
 
+@pytest.mark.slow
 async def test_a_stage_drops_what_a_silent_client_holds() -> None:
     async with open_hosts(LinkPolicy(handshake=HANDSHAKE, heartbeat=BEAT)) as hosts:
         whole = await hosts.start("0:6")
@@ -454,6 +455,7 @@ async def test_an_end_is_noticed_at_once_whatever_the_heartbeat() -> None:
             assert trio.current_time() - began < 1.0
 
 
+@pytest.mark.slow
 async def test_sides_of_different_heartbeats_get_on(authority: Authority) -> None:
     """Who is patient lives beside who is not: whoever doubts asks."""
     links: list[Link] = []

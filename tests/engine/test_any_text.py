@@ -256,6 +256,7 @@ def slower_than_linear(model: Path, folder: Path, ways: dict[str, str]) -> dict[
     return {kind: round(long[kind] / short[kind]) for kind in ways if long[kind] > 120 * short[kind] + 0.05}
 
 
+@pytest.mark.slow
 def test_time_grows_with_the_length_and_no_faster(tiny: Path, tmp_path: Path) -> None:
     ways = {kind: char for kind, char in kinds_of_runs().items() if kind in WAYS}
     assert slower_than_linear(tiny, tmp_path, ways) == {}
@@ -268,6 +269,7 @@ ENDLESS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("merges", ENDLESS.values(), ids=ENDLESS)
 def test_long_tokens_grow_out_of_merges_in_linear_time(tmp_path: Path, merges: list[tuple[str, str]]) -> None:
     plain = write_fixture(tmp_path / "plain.gguf", preset="min", layers=4).path

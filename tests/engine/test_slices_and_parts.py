@@ -136,6 +136,7 @@ def test_parts_equal_the_one_file(
         assert_same_stages(engines, passes, prompt(140))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mmap", [False, True], ids=["read", "mmap"])
 def test_a_stage_needs_only_the_parts_that_hold_its_tensors(
     parts: Path, whole: Artifact, passes: list[list[Output]], prompt: Prompt, tmp_path: Path, mmap: bool
@@ -206,6 +207,7 @@ async def test_slices_of_two_models_are_no_pipeline(slices: list[Path], model: M
             pass
 
 
+@pytest.mark.slow
 def test_the_stage_command_takes_a_slice(slices: list[Path], whole: Artifact) -> None:
     command = [sys.executable, "-m", "dgr", "stage", str(slices[1]), "--layers", "15:29", "--listen", "127.0.0.1:0"]
     with subprocess.Popen(

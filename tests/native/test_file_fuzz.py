@@ -33,6 +33,7 @@ def test_damaged_files_are_refused_or_load(kind: str) -> None:
     assert report.refused > 0 or kind == "digests"  # what cannot be read is read anew
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["equal tokens", "a scale of integers"])
 def test_a_file_that_ends_the_process_is_a_finding(case: str) -> None:
     """Without dgr's checks it does; so the cases above are not an empty threat."""

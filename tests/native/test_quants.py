@@ -76,7 +76,12 @@ def test_absent_buffers_and_wrong_counts_are_refused() -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    sorted(BLOCK_TYPES - {GgmlType.Q1_0, GgmlType.IQ2_XXS, GgmlType.IQ2_XS, GgmlType.IQ1_S}),
+    [
+        pytest.param(
+            kind, marks=pytest.mark.slow if kind in (GgmlType.IQ1_M, GgmlType.IQ2_S) else ()
+        )  # large tables are made
+        for kind in sorted(BLOCK_TYPES - {GgmlType.Q1_0, GgmlType.IQ2_XXS, GgmlType.IQ2_XS, GgmlType.IQ1_S})
+    ],
     ids=lambda kind: kind.label,
 )
 def test_numbers_become_the_nearest_blocks(kind: GgmlType) -> None:

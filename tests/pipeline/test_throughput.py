@@ -141,10 +141,12 @@ async def churn() -> float:
         return (trio.current_time() - began) / (drawn / most(8, 2, CPU) + prefills)
 
 
+@pytest.mark.slow
 async def test_sessions_that_come_and_go_are_grouped_anew(timed: type[TimedEngine], autojump_clock: MockClock) -> None:
     assert await churn() < 1.4
 
 
+@pytest.mark.slow
 async def test_coming_and_going_without_groups_would_be_seen(
     timed: type[TimedEngine], autojump_clock: MockClock, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -389,6 +389,7 @@ def test_large_tensors_are_made_in_pieces(tmp_path: Path, monkeypatch: pytest.Mo
             assert len({row.tobytes() for row in values_of}) == len(values_of), tensor.name  # no piece is another again
 
 
+@pytest.mark.slow
 def test_sparse_files_have_sizes_but_no_weights(tmp_path: Path) -> None:
     path = tmp_path / "real.gguf"
     summary = write_fixture(path, preset="real", weights="mixed", sparse=True)

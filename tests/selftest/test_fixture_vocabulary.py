@@ -74,6 +74,7 @@ def test_words_are_tokens() -> None:
     assert len(vocab.words) > 80
 
 
+@pytest.mark.slow
 @given(st.text(max_size=60))
 def test_any_text_round_trips(text: str) -> None:
     vocab = build_vocabulary(512)

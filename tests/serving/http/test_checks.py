@@ -241,6 +241,7 @@ async def test_10_another_seed_is_another_answer(serve: Callable[..., Any]) -> N
         assert server.engine.sessions.resumed == 0
 
 
+@pytest.mark.slow
 async def test_11_the_tries_of_a_client_that_times_out_follow_each_other(serve: Callable[..., Any]) -> None:
     async with serve() as server:
         server.model.hold(after=2)

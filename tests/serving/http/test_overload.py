@@ -268,6 +268,7 @@ def keeps_the_place(line: Line, place: Place) -> None:
 leave = Line.leave
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", [library, pytest.param(http, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("method", "mutant"),
