@@ -92,7 +92,12 @@ def _canary_of(result: Result) -> dict[str, Any]:
     """The digests of a certificate, from its raw units; other results have none."""
     if result.kind != "certify":
         return {}
-    return canary_of(msgspec.convert(result.plan, Profile), result.subject, result.units)
+    try:
+        return canary_of(msgspec.convert(result.plan, Profile), result.subject, result.units)
+    except (KeyError, TypeError, ValueError) as error:  # msgspec's own are of the last kind
+        raise InputError(
+            f"a result is not what `dgr-bench certify` writes ({type(error).__name__}: {error}); give its command again"
+        ) from error
 
 
 def _canaries(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[dict[str, Any]]:

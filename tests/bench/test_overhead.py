@@ -199,7 +199,7 @@ async def test_every_comparison_runs(tmp_path: Path, small: Path) -> None:
     )
     compared = comparisons(small, plan, llama_bench(tmp_path))
     units = await measured(tmp_path / "out", *compared)
-    assert len(units) == len(compared) == 5
+    assert len(units) == len(compared) == 6
     for name, unit in units.items():
         assert unit["ours_s"] > 0, name
         assert (unit["theirs_s"] == 1.0) is ("llama-bench" in name), name

@@ -456,10 +456,12 @@ async def test_a_stage_process_one_schema_older_and_a_client_say_so_in_one_line_
         command = python_module("dgr", "generate", "--route", str(route.path), "--prompt", "x")
         done = await trio.run_process(command, capture_stdout=True, capture_stderr=True, check=False)
         theirs, ours = f"schema {SCHEMA_VERSION - 1} (", f"schema {SCHEMA_VERSION} ("
-        (line,) = done.stderr.decode().splitlines()
+        line, step = done.stderr.decode().splitlines()
         assert line.startswith(f"dgr: error: stage {address} speaks {theirs}")
         assert f"this one {SCHEMA_VERSION} (" in line
         assert line.endswith(f"stage {address} is the older one; install the same dgr on both")
+        assert step.startswith("dgr: next: ")
+        assert step.endswith(" [SchemaMismatch]")
         await until(lambda: "schema" in stage.errors, what="the stage's own line")
         (line,) = stage.errors.splitlines()
         assert f"the other side speaks {ours}" in line

@@ -56,7 +56,7 @@ def _descriptor(kept: list[int]) -> Callable[[], None]:
     return leak
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 async def test_leaks_too_small_for_a_short_soak_are_caught(model: Model, prompt: Prompt, open_stages: Open) -> None:
     """The mutants: 4 KiB for every session, which is six times the bound for a hundred; one descriptor for every session."""
     leaked: list[bytes] = []
