@@ -308,6 +308,7 @@ FLOODS: dict[str, Callable[[], Iterator[frames.Frame]]] = {
 IMPATIENT = LinkPolicy(handshake=HANDSHAKE, heartbeat=1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", FLOODS)
 async def test_a_flood_whose_answers_nobody_reads_ends_its_link(kind: str) -> None:
     async with open_hosts(IMPATIENT) as hosts:

@@ -52,6 +52,7 @@ async def kept(hosts: Hosts, policy: LinkPolicy, command: list[str]) -> AsyncIte
         nursery.cancel_scope.cancel()
 
 
+@pytest.mark.slow
 async def test_a_stage_that_does_not_answer_is_killed_and_started_again() -> None:
     async with open_hosts() as hosts, kept(hosts, hosts.policy, READY) as (keeper, told):
         await until(lambda: keeper.occupancy is not None)
