@@ -26,18 +26,17 @@ import msgspec
 import trio
 from attrs import frozen
 
-from dgr.errors import InputError, LinkBroken
+from dgr.errors import LinkBroken
 from dgr.wire import Link, frames
 from dgr_bench.benchmark import Group, Store, Unit, Units, benchmark_command, no_error
 from dgr_bench.overhead.echo import Echo, boundary_of, open_echo, open_echo_link, payload_bytes
+from dgr_bench.overhead.rates import add_rates_argument, rates_of
 from dgr_bench.plots import BLUE, RED, Axes, Plot
 from dgr_bench.quartiles import Quartiles, quartiles_of
 from dgr_bench.reports import Section, table
 from dgr_bench.results import Kind, Result
 from dgr_bench.verdicts import Check, Goal
 
-#: Megabits a second.
-RATES = (10.0, 50.0, 100.0, 1000.0)
 _MBIT = 1e6 / 8
 #: Bytes that the cable holds each way, as a router with little to spare does; the kernel has as much before it.
 _CAPACITY = 64 * 1024
@@ -241,24 +240,10 @@ async def _open() -> AsyncIterator[Echo]:
         yield echo
 
 
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--rates",
-        type=float,
-        nargs="+",
-        default=RATES,
-        metavar="MBIT",
-        help="megabits a second (default: 10 50 100 1000)",
-    )
-
-
 def _lanes(args: argparse.Namespace) -> Lanes:
-    for rate in args.rates:
-        if not 0.1 <= rate <= 100_000:
-            raise InputError(f"--rates {rate:g}: give megabits a second from 0.1 to 100000")
     name = "lanes, quick" if args.quick else "lanes"
-    return Lanes(LanesPlan(name=name, **(_QUICK if args.quick else _FULL), rates=tuple(sorted(set(args.rates)))))
+    return Lanes(LanesPlan(name=name, **(_QUICK if args.quick else _FULL), rates=rates_of(args)))
 
 
 _HELP = "what a control message and a decoded token wait for behind another session's prefill"
-COMMAND = benchmark_command("lanes", _HELP, __doc__ or "", _add_arguments, _lanes)
+COMMAND = benchmark_command("lanes", _HELP, __doc__ or "", add_rates_argument, _lanes)

@@ -28,12 +28,12 @@ from attrs import frozen
 from dgr import Pipeline, open_pipeline_on
 from dgr.cluster.connect import LinkPolicy, RemoteConnector
 from dgr.core.values import ContextParams, Numerics, Wire
-from dgr.errors import InputError
 from dgr.selftest.fixture.cached import cached_fixture
 from dgr.testing.network.processes import open_up, write_route
 from dgr.testing.network.proxy import FaultyProxy, open_proxies
 from dgr_bench.benchmark import Group, Store, Unit, Units, benchmark_command, no_error
 from dgr_bench.overhead.comparisons import prefill_seconds
+from dgr_bench.overhead.rates import add_rates_argument, rates_of
 from dgr_bench.plots import BLUE, GREY, RED, Axes, Plot
 from dgr_bench.quartiles import Quartiles, quartiles_of
 from dgr_bench.reports import Section, table
@@ -41,8 +41,6 @@ from dgr_bench.results import Kind, Result
 from dgr_bench.subjects import PATIENCE, whole_model
 from dgr_bench.verdicts import Check, Tally
 
-#: Megabits a second.
-RATES = (10.0, 50.0, 100.0, 1000.0)
 _MBIT = 1e6 / 8
 #: Of the boundary's bytes: messages, headers, credits.
 _BESIDE = 0.02
@@ -217,20 +215,10 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", type=Path, metavar="M", help="a GGUF (default: a fixture of V4 Flash's widths and four layers)"
     )
-    parser.add_argument(
-        "--rates",
-        type=float,
-        nargs="+",
-        default=RATES,
-        metavar="MBIT",
-        help="megabits a second (default: 10 50 100 1000)",
-    )
+    add_rates_argument(parser)
 
 
 def _wires(args: argparse.Namespace) -> Wires:
-    for rate in args.rates:
-        if not 0.1 <= rate <= 100_000:
-            raise InputError(f"--rates {rate:g}: give megabits a second from 0.1 to 100000")
     model = Path(
         args.model or (cached_fixture(layers=7) if args.quick else cached_fixture("mixed", preset="flash", layers=4))
     )
@@ -241,7 +229,7 @@ def _wires(args: argparse.Namespace) -> Wires:
         name="wires, quick" if args.quick else "wires",
         **(_QUICK if args.quick else _FULL),
         wires=(Wire.F32_ZSTD, Wire.BF16, Wire.F16, Wire.Q8),
-        rates=tuple(sorted(set(args.rates))),
+        rates=rates_of(args),
         split=(f"0:{half}", f"{half}:{n_layers}"),
         width=4 * artifact.hp.n_embd,
     )
