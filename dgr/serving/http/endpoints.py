@@ -19,6 +19,7 @@ from dgr.client.tracing import RequestTrace
 from dgr.core.log_fields import log_fields
 from dgr.errors import DgrError
 from dgr.protocol.sampling import sampling_problem
+from dgr.protocol.threads import in_thread
 from dgr.serving.api.errors import ApiError, ErrorShape, api_error, naming, overlong
 from dgr.serving.api.fields import Fields, decode_body
 from dgr.serving.api.prompts import ChatPrompt
@@ -138,7 +139,7 @@ class Endpoint:
         if len(raw) <= _SHORT:
             return by(decode_body(raw))
         async with self.service.reading:
-            return await trio.to_thread.run_sync(lambda: by(decode_body(raw)))
+            return await in_thread(lambda: by(decode_body(raw)))
 
 
 class GeneratingEndpoint(Endpoint):
