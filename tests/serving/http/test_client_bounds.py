@@ -18,6 +18,7 @@ from attrs import frozen
 
 from dgr.serving.api.errors import ApiError
 from dgr.serving.connections import connection as connections
+from dgr.serving.connections.bodies import Bodies
 from dgr.serving.connections.connection import Connection, Host
 from dgr.serving.http import streams
 from dgr.serving.http.keys import Receive, Scope, Send
@@ -38,7 +39,8 @@ LARGE = bytes(1 << 20)
 
 async def reads(_: Scope, receive: Receive, send: Send) -> None:
     try:
-        await read_body(receive, 1 << 20)
+        with Bodies(1 << 20).held() as body:
+            await read_body(receive, 1 << 20, body)
     except ApiError as error:
         await send({"type": "http.response.start", "status": error.status, "headers": []})
         await send({"type": "http.response.body", "body": b""})
