@@ -214,7 +214,8 @@ async def test_losses_in_a_row_are_survived_a_bounded_number_of_times(losses: in
                 assert answer + await take(generation) == reference()
             else:
                 with pytest.raises(PrefillFailed, match="was lost 3 times"):
-                    await anext(generation)
+                    while True:  # the token that it died of first may have been told before
+                        answer.append((await anext(generation)).id)
                 assert answer + await take(generation) == reference()  # asked again, it is tried again
         assert left == 0
         await hosts.assert_empty()
