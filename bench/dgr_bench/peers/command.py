@@ -15,7 +15,8 @@ Units:
 ``traffic/CONTEXT``
     ``tokens``; ``ours_bytes``, ``ours_turns``, ``theirs_bytes``, ``theirs_turns`` of them, after so many others.
 ``alone/N``
-    llama-bench of one process and one thread: ``decode_tokens``, ``decode_s``, ``prefill_tokens``, ``prefill_s``.
+    One process of one thread that holds the whole model: ``decode_tokens``, ``decode_s``, ``prefill_tokens``, ``prefill_s`` of
+    llama-bench; ``server_decode_s``, ``server_prefill_s`` of llama-server for as many, as it says itself.
 ``kill``
     ``ours``: ``next_token_s`` (from the kill of the last stage to the next token), ``tokens`` that came of ``asked``;
     ``theirs``: ``exit_code`` of llama-bench (negative: a signal), ``ended_s`` after the kill of a server, ``said`` at last.
@@ -50,6 +51,8 @@ from dgr_bench.verdicts import Check, Goal, Tally
 _FULL: dict[str, Any] = {"prefill": 512, "decode": 32, "rounds": 5, "contexts": (0, 512, 1024)}
 _QUICK: dict[str, Any] = {"prefill": 64, "decode": 4, "rounds": 1, "contexts": (0,)}
 _PHASES = ("decode", "prefill")
+#: Programs that hold the whole model, and how their seconds are called in a unit.
+_ALONE = {"llama-bench": "", "llama-server": "server_"}
 
 
 def row_name(phase: str, delay: float) -> str:
@@ -72,6 +75,7 @@ class Peers:
     model: Path
     artifact: str
     rpc_server: Path
+    llama_server: Path
     kind: ClassVar[Kind] = "peers"
     title: ClassVar[str] = "Peers"
 
@@ -81,7 +85,8 @@ class Peers:
     def units(self, _: Store) -> Iterator[Group]:
         plan, rounds = self.plan, range(self.plan.rounds)
         alone_units = [
-            Unit(f"alone/{number}", lambda _opened: alone(plan, self.model, self.rpc_server)) for number in rounds
+            Unit(f"alone/{number}", lambda _opened: alone(plan, self.model, self.rpc_server, self.llama_server))
+            for number in rounds
         ]
         speed = [
             Unit(f"{row_name(phase, delay)}, round {number}", partial(speed_round, plan, phase, delay, number))
@@ -125,8 +130,11 @@ class Peers:
                 found["delays_per_token"][side] = (b.median - a.median) / longest
         if rows := [unit for name, unit in units.items() if name.startswith("alone/") and "decode_s" in unit]:
             found["alone"] = {
-                phase: quartiles_of([unit[f"{phase}_tokens"] / unit[f"{phase}_s"] for unit in rows])
-                for phase in _PHASES
+                program: {
+                    phase: quartiles_of([unit[f"{phase}_tokens"] / unit[f"{prefix}{phase}_s"] for unit in rows])
+                    for phase in _PHASES
+                }
+                for program, prefix in _ALONE.items()
             }
         if "ours" in units.get("kill", {}):
             found["kill"] = dict(units["kill"])
@@ -181,10 +189,13 @@ class Peers:
             table(("", "dgr", "RPC backend", "dgr / RPC", "goal"), rows),
         ]
         if "alone" in found:
-            whole = msgspec.convert(found["alone"], dict[str, Quartiles])
+            whole = msgspec.convert(found["alone"], dict[str, dict[str, Quartiles]])
+            said.append("One process of one thread that holds the whole model:")
             said.append(
-                f"llama-bench alone, one process of one thread: decode {whole['decode'].median:.1f} tokens/s, prefill"
-                f" {whole['prefill'].median:.1f}."
+                table(
+                    ("", "decode, tokens/s", "prefill, tokens/s"),
+                    [(program, *(f"{row[phase].median:.1f}" for phase in _PHASES)) for program, row in whole.items()],
+                )
             )
         return [Section("dgr beside llama.cpp's RPC backend", tuple(said))]
 
@@ -218,6 +229,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--processes", type=int, default=2, metavar="N", help="stages, and servers (default: 2)")
     add_program_argument(parser, "rpc-server")
+    add_program_argument(parser, "llama-server")
 
 
 def _peers(args: argparse.Namespace) -> Peers:
@@ -246,7 +258,8 @@ def _peers(args: argparse.Namespace) -> Peers:
     rpc_server = find_program("rpc-server", args.rpc_server)
     # The server itself tells no commit; the llama-bench that was built with it does.
     check_pin(bench_beside(rpc_server), "rpc-server", build_info()["llama_cpp_commit"])
-    return Peers(plan, model, artifact.identity, rpc_server)
+    llama_server = find_program("llama-server", args.llama_server)
+    return Peers(plan, model, artifact.identity, rpc_server, llama_server)
 
 
 _HELP = "dgr over processes against llama.cpp's RPC backend: speed, bytes, delays, a killed process"

@@ -25,6 +25,7 @@ from dgr.testing.network.proxy import FaultyProxy, open_proxies, open_proxy
 from dgr_bench.peers.rpc import RpcBench, Server, open_servers
 from dgr_bench.subjects import PATIENCE
 from dgr_bench.upstream.llama_bench import LlamaBench
+from dgr_bench.upstream.llama_server import LlamaServer, timings_of
 from dgr_bench.upstream.programs import bench_beside
 
 #: Tokens of an answer in which a stage is killed, and how many of them come before it.
@@ -219,15 +220,23 @@ async def traffic_at(plan: PeersPlan, context: int, sides: Sides) -> dict[str, A
     }
 
 
-async def alone(plan: PeersPlan, model: Path, rpc_server: Path) -> dict[str, Any]:
-    """llama-bench in one process, of one thread."""
-    whole = LlamaBench(bench_beside(rpc_server), build_info()["llama_cpp_commit"], model, plan.context, 1)
-    return {
+async def alone(plan: PeersPlan, model: Path, rpc_server: Path, llama_server: Path) -> dict[str, Any]:
+    """llama-bench in one process, of one thread; and llama-server, by what it says of its answers."""
+    commit = build_info()["llama_cpp_commit"]
+    whole = LlamaBench(bench_beside(rpc_server), commit, model, plan.context, 1)
+    found: dict[str, Any] = {
         "decode_tokens": plan.decode,
         "decode_s": await whole.seconds(decode=plan.decode),
         "prefill_tokens": plan.prefill,
         "prefill_s": await whole.seconds(prefill=plan.prefill),
     }
+    prompt = some_tokens(plan.prefill, plan.n_vocab)
+    async with LlamaServer(llama_server, commit, model, plan.context, 1).running() as url:
+        await timings_of(url, prompt[:8], 2)
+        # Its own time begins with the first token, which a prompt's last one gives.
+        found["server_decode_s"] = (await timings_of(url, prompt[:1], plan.decode + 1)).predicted_ms / 1e3
+        found["server_prefill_s"] = (await timings_of(url, prompt, 1)).prompt_ms / 1e3
+    return found
 
 
 async def kill(plan: PeersPlan, sides: Sides) -> dict[str, Any]:
