@@ -217,13 +217,16 @@ class Pipeline:
                 del self._sessions[session.id], self._client.members[session.id]
 
     async def _dismiss(self, session: ClientSession) -> None:
-        """Have the stages drop a session, and wait until they have; for a while alone once the caller is cancelled."""
+        """Have the stages drop a session, and wait until they have; for a while alone once the caller is cancelled.
+
+        That is not passed on: what the block raised leaves as it is, and the caller's next checkpoint tells.
+        """
         waiting = trio.CancelScope(shield=True)
 
         async def hurry() -> None:
             try:
                 await trio.sleep_forever()
-            finally:
+            except trio.Cancelled:
                 waiting.deadline = trio.current_time() + self._client.timeouts.farewell
 
         async with open_nursery() as nursery:

@@ -263,7 +263,6 @@ async def test_who_is_cancelled_waits_for_a_stage_that_hangs_for_a_farewell(
                     elif when == "meanwhile":
                         scope.deadline = began + 20
             assert trio.current_time() - began == {"before": 3.0, "meanwhile": 23.0, "never": 60.0}[when]
-            assert scope.cancelled_caught == (when != "never")
             assert pipeline.statistics().sessions == 0
         await rest()
         stages.assert_consistent()
