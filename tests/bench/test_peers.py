@@ -19,6 +19,7 @@ from dgr_bench.upstream.programs import bench_beside
 
 PLAN = PeersPlan(
     name="a plan", prefill=512, decode=10, rounds=2, delays=(0.0, 10.0), contexts=(0, 512), split=("0:3", "3:7"), n_vocab=512,
+    numerics="exact",
     goals={row_name("decode", 0): "at least 1.25", row_name("decode", 10): "at least 2.5"},
 )  # fmt: skip
 PEERS = Peers(PLAN, Path("m.gguf"), "0" * 16, Path("rpc-server"), Path("llama-server"))

@@ -1,9 +1,11 @@
 """``dgr-bench peers``: dgr over processes against upstream's RPC backend over as many, on one artifact and like cables.
 
-On one side stage processes of one thread each and a client, in native numerics; on the other ``ggml-rpc-server`` processes of
-one thread each and a llama-bench that holds no layer itself, both of the unpatched pin with the same batch, sub-batch,
-K-cache type and flash attention. Every process has a cable before it (a relay on loopback) with the same delay each way.
-Rounds alternate, and so does who begins. llama-bench's times hold no start, load or warm-up, and it draws no token.
+On one side stage processes of one thread each and a client; on the other ``ggml-rpc-server`` processes of one thread each and
+a llama-bench that holds no layer itself, both of the unpatched pin with the same batch, sub-batch, K-cache type and flash
+attention. Every process has a cable before it (a relay on loopback) with the same delay each way. Rounds alternate, and so
+does who begins. llama-bench's times hold no start, load or warm-up, and it draws no token.
+
+dgr computes in exact numerics, upstream in native ones; ``--numerics native`` for the same on both sides.
 
 Bytes and turns (how often bytes go the other way than those before them) are counted on the cables, both ways, all of them
 together: on our side while tokens are drawn, on the other as the difference of two runs, of which one draws twice as many.
@@ -33,6 +35,7 @@ from typing import Any, ClassVar
 import msgspec
 from attrs import frozen
 
+from dgr import Numerics
 from dgr.engine.budget import available_cpus
 from dgr.engine.native import build_info
 from dgr.errors import InputError
@@ -80,7 +83,12 @@ class Peers:
     title: ClassVar[str] = "Peers"
 
     def subject(self) -> dict[str, Any]:
-        return {"artifact": self.artifact, "model": self.model.name, "split": ",".join(self.plan.split)}
+        return {
+            "artifact": self.artifact,
+            "model": self.model.name,
+            "split": ",".join(self.plan.split),
+            "numerics": self.plan.numerics,
+        }
 
     def units(self, _: Store) -> Iterator[Group]:
         plan, rounds = self.plan, range(self.plan.rounds)
@@ -185,7 +193,7 @@ class Peers:
             )
             rows.append(("a process is killed", f"next token after {ours_kill['next_token_s']:.1f} s", how, "", ""))
         said = [
-            "Processes of one thread each; medians, ratios of speed are per round, above 1 dgr is faster.",
+            f"Processes of one thread each, dgr in {self.plan.numerics} numerics; medians, ratios of speed by round.",
             table(("", "dgr", "RPC backend", "dgr / RPC", "goal"), rows),
         ]
         if "alone" in found:
@@ -228,6 +236,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of every cable, each way (default: 0 10)",
     )
     parser.add_argument("--processes", type=int, default=2, metavar="N", help="stages, and servers (default: 2)")
+    numerics = [each.value for each in Numerics]
+    parser.add_argument("--numerics", choices=numerics, default="exact", help="of dgr's side (default: exact)")
     add_program_argument(parser, "rpc-server")
     add_program_argument(parser, "llama-server")
 
@@ -252,6 +262,7 @@ def _peers(args: argparse.Namespace) -> Peers:
         delays=delays,
         split=tuple(map(str, cut_at(n_layers, cuts))),
         n_vocab=artifact.hp.n_vocab,
+        numerics=args.numerics,
         # The small model is all overhead: --quick shows that everything runs.
         goals={} if args.quick else {name: str(goal) for name, goal in _GOALS.items() if name in rows},
     )

@@ -47,6 +47,8 @@ class PeersPlan(msgspec.Struct, frozen=True, kw_only=True):
     #: Layer ranges of our stages; as many servers on the other side.
     split: tuple[str, ...]
     n_vocab: int
+    #: Of our side; theirs are native.
+    numerics: str
     #: Ratios of speed: ``decode`` or ``prefill``, and the delay.
     goals: dict[str, str]
 
@@ -54,7 +56,7 @@ class PeersPlan(msgspec.Struct, frozen=True, kw_only=True):
     def context(self) -> ContextParams:
         """Settings of both sides."""
         longest = max(self.prefill, max(self.contexts, default=0)) + 4 * self.decode + _KILL_ANSWER
-        return ContextParams(n_ctx=max(512, longest), numerics=Numerics.NATIVE)
+        return ContextParams(n_ctx=max(512, longest), numerics=Numerics(self.numerics))
 
 
 @frozen
