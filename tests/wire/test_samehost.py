@@ -51,7 +51,7 @@ def descriptors() -> dict[str, str]:
     found = {}
     for path in list(Path("/proc/self/fd").iterdir()):
         with contextlib.suppress(FileNotFoundError):
-            found[path.name] = os.readlink(path)  # noqa: PTH115
+            found[path.name] = os.readlink(path)  # noqa: PTH115 (some lead to no path)
     return found
 
 
