@@ -164,7 +164,7 @@ async def test_room_is_given_back_before_the_ring_is_full(monkeypatch: pytest.Mo
 
     class Mutant(links.Link):
         async def _write(self) -> None:
-            self._stream = _Forgetful(self._stream)  # type: ignore[arg-type]
+            self._stream = _Forgetful(self._stream)  # type: ignore[assignment,arg-type]
             await super()._write()
 
     class _Forgetful:
