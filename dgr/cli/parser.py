@@ -15,7 +15,7 @@ __all__ = ["CommandParser"]
 class CommandParser(argparse.ArgumentParser):
     """Says what is wrong and what to do, and repeats no control character; argparse makes those of commands of it too."""
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:  # type: ignore[override]  # overloads
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """As argparse's; what a command does not know is told by that command, and not by the program without its name."""
         known, unknown = super().parse_known_args(args, namespace)
         if unknown:
