@@ -320,6 +320,22 @@ async def read_to_end(stream: trio.abc.ReceiveStream) -> bytes:
     return bytes(data)
 
 
+@asynccontextmanager
+async def impostor(said: bytes) -> AsyncIterator[str]:
+    """Something that listens, says ``said`` to whoever comes, and no more."""
+
+    async def talk(stream: trio.SocketStream) -> None:
+        async with stream:
+            await stream.send_all(said)
+            await read_to_end(stream)
+
+    (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(trio.serve_listeners, talk, [listener])
+        yield f"127.0.0.1:{listener.socket.getsockname()[1]}"
+        nursery.cancel_scope.cancel()
+
+
 async def failure(action: Callable[[], Awaitable[object]]) -> DgrError:
     """The error that something ends with."""
     try:

@@ -27,6 +27,7 @@ from cluster.remote_stages import (
     failure,
     greeted,
     identity,
+    impostor,
     is_pong,
     open_hosts,
     read_to_end,
@@ -86,22 +87,6 @@ async def test_a_stage_refuses_another_schema(preamble: bytes, version: int, cap
         assert f"schema {version} ({bytes(range(16)).hex()})" in caplog.text
         assert f"this one {frames.SCHEMA_VERSION} ({frames.SCHEMA_HASH})" in caplog.text
         await hosts.assert_serving([head, tail])
-
-
-@asynccontextmanager
-async def impostor(said: bytes) -> AsyncIterator[str]:
-    """Something that listens, says ``said`` to whoever comes, and no more."""
-
-    async def talk(stream: trio.SocketStream) -> None:
-        async with stream:
-            await stream.send_all(said)
-            await read_to_end(stream)
-
-    (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(trio.serve_listeners, talk, [listener])
-        yield f"127.0.0.1:{listener.socket.getsockname()[1]}"
-        nursery.cancel_scope.cancel()
 
 
 async def connect(address: str, **options: Any) -> None:

@@ -1,5 +1,6 @@
 """The tools beside transformers, in the environment of `make test-transformers`: conversion, agreement, training."""
 
+# ruff: noqa: E402 (what they need is asked for first)
 from __future__ import annotations
 
 import json
@@ -16,14 +17,14 @@ pytestmark = pytest.mark.transformers
 
 pytest.importorskip("transformers", reason="`make test-transformers` installs it")
 
-import torch  # noqa: E402
+import torch
 
-from tools import agree  # noqa: E402
-from tools.train_fixture import __main__ as trainer  # noqa: E402
-from tools.train_fixture.convert import write_gguf  # noqa: E402
-from tools.train_fixture.model import trained_model  # noqa: E402
-from tools.train_fixture.settings import sizes  # noqa: E402
-from tools.v4_transformers import build_model, from_state, load_weights  # noqa: E402
+from tools import agree
+from tools.train_fixture import __main__ as trainer
+from tools.train_fixture.convert import write_gguf
+from tools.train_fixture.model import trained_model
+from tools.train_fixture.settings import sizes
+from tools.v4_transformers import build_model, from_state, load_weights
 
 _LAYERS = 5
 
