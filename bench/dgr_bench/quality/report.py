@@ -33,7 +33,7 @@ how often the likeliest token is the reference's. KL: divergence from the refere
 The reference is exact numerics on one thread in one stage, weights and K in float32. Ways that promise its bits, or another
 way's, are held to them; the others have their distance."""
 _RECALL = """Share of questions whose likeliest answer is the stated value, by tokens between the two; one in 26 is chance.
-PAIR: twelve statements sixteen tokens apart. MARK: four statements sixty-four apart."""
+PAIR: twelve statements sixteen tokens apart. MARK: four statements 128 apart, one in each HCA row."""
 _CHANGED = """The same questions after the state was changed between statement and question; every change must give the bits of
 no change."""
 _DAMAGED = f"""The same questions after one component of the state was damaged in every layer: fewer answers must be right, and
