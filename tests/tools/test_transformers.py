@@ -51,7 +51,7 @@ def test_both_say_the_same(random_model: Path, capsys: pytest.CaptureFixture[str
     found = json.loads(capsys.readouterr().out)
     assert found["rows"] == 700
     assert found["same_top"] > 0.99
-    assert found["difference_p50"] < 5e-3 * found["deviation"]
+    assert found["difference_p99"] < 1e-4 * found["deviation"]
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_the_learned_model_says_the_same(tmp_path: Path) -> None:
     split = f"0:{third},{third}:{Artifact.open(model).hp.n_layers}"
     found = agree.compare(agree.pipeline_logits(model, split, tokens, 64), agree.transformers_logits(model, tokens))
     assert found["same_top"] > 0.99
-    assert found["divergence_p50"] < 1e-6
+    assert found["divergence_p99"] < 1e-7  # K in float16, as flash attention has it, is a thousand times further away
 
 
 def test_there_and_back_is_the_same_model(random_model: Path) -> None:
@@ -169,7 +169,7 @@ def test_twins_differ_in_values_alone_and_ask_far_back() -> None:
     opening, closing = as_tokens(b"{}")
     asked = near = swapped = told = 0
     for step in range(200):
-        batch = sequences.make_batch(_TEXT, 512, 2, 0, step)
+        batch = sequences.make_batch(_TEXT, 1024, 1, 0, step)
         if not (batch.targets == sequences.Target.MARK).any():
             continue
         one, other = batch.tokens
@@ -194,8 +194,8 @@ def test_twins_differ_in_values_alone_and_ask_far_back() -> None:
                     asked += 1
                     near += at - last[key][0] < 128
                 last[key] = at, value
-    assert asked > 200
-    assert near < 0.25 * asked
+    assert asked > 300
+    assert 0.1 * asked < near < 0.4 * asked
     assert swapped > 10
     assert told > 0.5 * asked
 

@@ -146,7 +146,8 @@ def _train(args: argparse.Namespace) -> None:
             began = time.monotonic()
             phase = settings.phase(step)
             trained.select(phase.rows or phase.length)
-            loss, told = _losses(trained, make_batch(text, phase.length, phase.batch, args.seed, step))
+            batch = make_batch(text, phase.length, phase.batch, args.seed, step)
+            loss, told = _losses(trained, batch)
             loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             for group, rate in base:
@@ -155,7 +156,7 @@ def _train(args: argparse.Namespace) -> None:
                 one.step()
                 one.zero_grad(set_to_none=True)
             trained.balance(_BALANCE)
-            record = {"step": step, "length": phase.length, "tokens": phase.length * phase.batch, "norm": float(norm)}
+            record = {"step": step, "length": phase.length, "tokens": batch.targets.size, "norm": float(norm)}
             record |= told | {"seconds": time.monotonic() - began}
             log.write(json.dumps({key: round(value, 4) for key, value in record.items()}) + "\n")
             log.flush()

@@ -27,20 +27,22 @@ class Target(IntEnum):
 
 
 #: Share of steps with marks, and shares of the other steps' sequences.
-_MARKS = 0.32
+_MARKS = 0.22
 _SHARES = {Target.TEXT: 0.74, Target.PAIR: 0.16, Target.COPY: 0.1}
-#: Fewest bytes of text between statements on average, and between marks; at most four times that, or this share of the length.
-_LEAST_GAP, _LEAST_GAP_MARK, _GAP_SHARE = 3.0, 28.0, 1 / 32
-#: A question for a mark comes so many tokens after its key was named at least: behind the window, and its row complete.
+#: Fewest bytes of text between pairs on average; at most four times that, or this share of the length.
+_LEAST_GAP, _GAP_SHARE = 3.0, 1 / 32
+#: Bytes of text before a mark is stated, and on average before it is asked for.
+_MARK_GAP, _ASKED_GAP = (40, 200), 15.0
+#: So many tokens after it was stated a mark is behind the window, and its HCA row complete.
 _FAR = 132
-#: How often it is asked for one that the window still holds, where none is further away; how often there is no text.
-_NEAR, _FILLED = 0.12, 0.2
+#: How often there is no text between marks.
+_FILLED = 0.1
 #: How often a sequence of that kind has to do without the rows of CSA and of HCA layers, so that each learns its part.
 _WITHOUT = {Target.PAIR: (0.0, 0.5), Target.COPY: (0.0, 0.3), Target.TEXT: (0.1, 0.1)}
 #: How often marks do without the rows of CSA layers; else they have those of a twin, which has stated other values.
 _MARKS_WITHOUT = 0.5
-#: Tokens of a twin at most.
-_LONGEST_TWIN = 1024
+#: Shares of lengths of twins, as multiples of the other sequences' length.
+_TWINS = {0.5: 0.3, 1: 0.55, 2: 0.15}
 
 
 @frozen
@@ -103,34 +105,37 @@ def _pairs(writer: _Writer, gap: float, n_keys: int) -> None:
             _ask(writer, Kind.PAIR, int(writer.rng.choice(list(values))), values)
 
 
-def _marks(writer: _Writer, gap: float, n_keys: int, filler: bool) -> None:
-    """Statements, and questions for what the window holds no longer: an answer can only come from a compressed row.
+def _marks(writer: _Writer, n_keys: int, filler: bool) -> None:
+    """Rounds of statements, about one in a row of 128 tokens, and of questions for them after some text.
 
-    ``filler``: in place of text there is one byte again and again, so that a row of 128 tokens holds little but statements.
+    ``filler``: in place of text there is one byte again and again, so that a row holds little but its statement.
     """
     rng = writer.rng
     byte = int(rng.choice(list(b"._- "))) if filler else None
-    fresh = list(rng.permutation(list(KEYS)))
-    values: dict[int, int] = {}
-    seen: dict[int, int] = {}
-    while not writer.full:
-        count = int(gap / 2 + rng.exponential(gap / 2))
-        writer.english(count) if byte is None else writer.put(bytes([byte]) * count, [Target.NOTHING] * count)
-        far = [key for key, at in seen.items() if len(writer.data) - at > _FAR]
-        if fresh and len(values) < n_keys and (not values or rng.random() < 0.5):
-            key = int(fresh.pop())
-            _state(writer, Kind.MARK, key, values)
-        elif far or rng.random() < _NEAR:
-            key = int(rng.choice(far or list(values)))
-            if far:
-                writer.tell_row(seen[key])
-            _ask(writer, Kind.MARK, key, values)
-            if fresh and rng.random() < 0.8:  # most answers come from what was stated once
-                del values[key], seen[key]
-                continue
+    fresh = [int(key) for key in rng.permutation(list(KEYS))]
+
+    def wait(count: float) -> None:
+        if byte is None:
+            writer.english(int(count))
         else:
-            continue
-        seen[key] = len(writer.data)
+            writer.put(bytes([byte]) * int(count), [Target.NOTHING] * int(count))
+
+    while not writer.full:
+        keys, fresh = fresh[:n_keys], fresh[n_keys:]
+        values: dict[int, int] = {}
+        stated: dict[int, int] = {}
+        for key in keys:
+            wait(rng.uniform(*_MARK_GAP))
+            _state(writer, Kind.MARK, key, values)
+            stated[key] = len(writer.data)
+        wait(np.exp(rng.uniform(np.log(4), np.log(writer.length / 2))))
+        for key in rng.permutation(keys):
+            wait(rng.exponential(_ASKED_GAP))
+            if len(writer.data) - stated[key] > _FAR:
+                writer.tell_row(stated[key])
+            _ask(writer, Kind.MARK, key, values)
+        if not fresh:
+            wait(writer.length)
 
 
 def _state(writer: _Writer, kind: Kind, key: int, values: dict[int, int]) -> None:
@@ -164,23 +169,14 @@ def _kind(place: int) -> Target:
     return list(_SHARES)[int(np.searchsorted(shares, place * 0.4142135624 % 1.0 * shares[-1], side="right"))]
 
 
-def _gap(rng: np.random.Generator, length: int, least: float) -> float:
-    # Short sequences are dense: many answers to learn from, over short distances. Long ones are like what is asked.
-    return float(np.exp(rng.uniform(np.log(least), np.log(max(4 * least, length * _GAP_SHARE)))))
-
-
 def _twins(text: bytes, length: int, seed: int, step: int) -> Batch:
     """Two sequences with marks that differ in the values alone, for each other's CSA rows."""
+    length = int(length * np.random.default_rng([seed, step, 9]).choice(list(_TWINS), p=list(_TWINS.values())))
     writers = []
     for values in range(2):
         rng = np.random.default_rng([seed, step])
         writer = _Writer(text, length, rng, np.random.default_rng([seed, step, 1 + values]))
-        _marks(
-            writer,
-            _gap(rng, 2 * length, _LEAST_GAP_MARK),
-            int(rng.integers(1, 3 + length // 256)),
-            rng.random() < _FILLED,
-        )
+        _marks(writer, int(rng.integers(1, 7)), rng.random() < _FILLED)
         writers.append(writer)
     without = np.full(2, rng.random() < _MARKS_WITHOUT)
     return _batch(writers, without, np.zeros(2, np.bool_), swapped=not without[0])
@@ -201,13 +197,15 @@ def _batch(writers: list[_Writer], without_csa: Any, without_hca: Any, *, swappe
 def make_batch(text: bytes, length: int, count: int, seed: int, step: int) -> Batch:
     """``count`` sequences of ``length`` tokens and one more, or two with marks that have as many together."""
     if step * 0.6180339887 % 1.0 < _MARKS:
-        return _twins(text, min(length, _LONGEST_TWIN), seed, step)
+        return _twins(text, length, seed, step)
     rng = np.random.default_rng([seed, step])
     writers, without = [], []
     for index in range(count):
         kind = _kind(index + step * count)
         writer = _Writer(text, length, rng, rng)
-        gap = _gap(rng, length, _LEAST_GAP)
+        # Short sequences are dense: many answers to learn from, over short distances. Long ones are like what is asked.
+        most = max(4 * _LEAST_GAP, length * _GAP_SHARE)
+        gap = float(np.exp(rng.uniform(np.log(_LEAST_GAP), np.log(most))))
         if kind is Target.PAIR:
             _pairs(writer, gap, int(rng.integers(2, 13)))
         elif kind is Target.COPY:
