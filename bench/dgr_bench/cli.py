@@ -20,7 +20,8 @@ from dgr_bench.certify import command as certify
 from dgr_bench.certify import real_model, verify
 from dgr_bench.drill import command as drill
 from dgr_bench.frontier import command as frontier
-from dgr_bench.overhead import builds, hops, lanes, predictions, prefill, servers, sessions, wires
+from dgr_bench.links import hops, lanes, wires
+from dgr_bench.overhead import builds, predictions, prefill, servers, sessions
 from dgr_bench.overhead import command as overhead
 from dgr_bench.peers import command as peers
 from dgr_bench.quality import command as quality

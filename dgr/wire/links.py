@@ -2,8 +2,9 @@
 
 The reader is whoever iterates over the link, or takes all that has come at once (:meth:`Link.receive`): what several
 sessions say in one moment costs one turn of the event loop. It must never wait for a caller, so that any byte is read as soon
-as it comes. One writer task alone waits for the transport (a cancelled send would leave half a frame); a transport inside this
-process takes what it has room for at once, in the same order. Control messages go first. Payloads take
+as it comes. One writer task alone waits for the transport (a cancelled send would leave half a frame); what a transport takes
+at once is handed to it by whoever sends, in the same order, without a turn of the event loop for the writer. Control
+messages go first. Payloads take
 turns, fragment by fragment, so that no session waits for another's long prefill; a session has one payload under way at a
 time, so that its frames arrive in the order in which they were sent. On a slow link fragments are shorter. The payloads under
 way are bounded in bytes and in number; :meth:`Link.send` waits for room, first come first served.
@@ -35,7 +36,7 @@ from dgr.wire.frames import Boundary, Credit, Frame, Logits, Ping, Pong
 from dgr.wire.framing import Framer, Limits, Received, encode
 from dgr.wire.memory import MemoryTransport
 from dgr.wire.nurseries import open_nursery
-from dgr.wire.outbox import Outbox, Outgoing
+from dgr.wire.outbox import Outbox, Outgoing, Turn
 from dgr.wire.streams import PacketStream, packet_stream
 
 __all__ = ["Link", "LinkStatistics", "open_link"]
@@ -77,13 +78,13 @@ class Link:
         self.clock_questions = ClockQuestions()
         self._heartbeat = heartbeat
         self._transport = transport
-        #: Where bytes go without a turn of the event loop for the writer. One with a heartbeat has to see each write.
-        self._direct = transport if heartbeat is None and isinstance(transport, MemoryTransport) else None
         #: Whether the other end has this one's memory, or shares some with it: nothing that is sent leaves the host.
         self.within_host = isinstance(transport, MemoryTransport | PacketStream)
         self._stream = packet_stream(transport)
         self._framer = Framer(limits)
         self._outbox = Outbox(limits)
+        #: A packet that the transport did not take at once; the writer goes on with it.
+        self._left: Turn | None = None
         self._work = trio.Event()
         self._idle = trio.lowlevel.ParkingLot()
         #: When the last byte came, and when a sign of life was last asked for.
@@ -163,7 +164,7 @@ class Link:
 
     async def flush(self) -> None:
         """Wait until everything queued is written, or the link ends."""
-        while (self._outbox or self._writing_now) and self._is_open:
+        while (self._outbox or self._left or self._writing_now) and self._is_open:
             await self._idle.park()
 
     def send_nowait(self, frame: Frame) -> None:
@@ -231,11 +232,13 @@ class Link:
         while True:
             if self._heartbeat is not None and trio.current_time() >= max(self._heard, self._asked) + self._heartbeat:
                 self._ask_keepalive()  # what is sent does not tell whether the other side lives
-            if self._outbox:
-                head, body, outgoing = self._outbox.next_packet()
+            if self._left or self._outbox:
+                turn, self._left = self._left or self._outbox.next_packet(), None
                 began = trio.current_time()
-                await self._put(head, body)
-                self._outbox.written(outgoing, 0 if body is None else body.nbytes, trio.current_time() - began)
+                self._writing_now = True
+                await self._stream.send(turn.head, turn.body)
+                self._writing_now = False
+                self._written(turn, trio.current_time() - began)
             elif self._stream.owes:
                 await self._stream.send(b"", None)
             else:
@@ -244,36 +247,34 @@ class Link:
                 if self._heartbeat is None:
                     await self._work.wait()
                     continue
+                said = self._bytes_sent
                 with trio.move_on_after(self._heartbeat) as quiet:
                     await self._work.wait()
-                if quiet.cancelled_caught:
+                if quiet.cancelled_caught and self._bytes_sent == said:
                     self._ask_keepalive()
 
     def _start_writing(self) -> None:
         """Write what waits, as far as the transport takes it at once; the writer does the rest."""
-        if self._direct is not None and not self._writing_now and self._is_open:
-            while self._outbox and self._direct.has_room:
-                head, body, outgoing = self._outbox.next_packet()
-                self._direct.hand_over(head, body)
-                size = 0 if body is None else body.nbytes
-                self._bytes_sent += len(head) + size
-                self._outbox.written(outgoing, size)
-        if self._outbox:
+        if not self._writing_now and self._is_open:
+            while self._outbox and self._left is None and self._stream.has_room:
+                turn = self._outbox.next_packet()
+                left = self._stream.send_nowait(turn.head, turn.body)
+                if left is None:
+                    self._written(turn)
+                else:
+                    self._left = turn.shortened(*left)
+        if self._outbox or self._left:
             self._work.set()
+
+    def _written(self, turn: Turn, seconds: float = 0.0) -> None:
+        self._bytes_sent += turn.n_bytes
+        self._outbox.written(turn.outgoing, turn.n_payload, seconds)
 
     def _ask_keepalive(self) -> None:
         self._asked = trio.current_time()
         if self._is_open and len(self._outbox.control) < _CONTROL_QUEUE:
             self.send_nowait(Ping(_KEEPALIVE))
             self._pinged = self._asked if self._pinged is None else self._pinged
-
-    async def _put(self, head: bytes, body: memoryview | None) -> None:
-        """Write a packet, or a message and its first fragment."""
-        size = 0 if body is None else body.nbytes
-        self._writing_now = True
-        await self._stream.send(head, body)
-        self._bytes_sent += len(head) + size
-        self._writing_now = False
 
     async def _run_writer(self) -> None:
         try:

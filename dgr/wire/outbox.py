@@ -15,7 +15,7 @@ import trio
 from dgr.core.values import Key
 from dgr.wire.framing import Limits, Packet
 
-__all__ = ["Outbox", "Outgoing"]
+__all__ = ["Outbox", "Outgoing", "Turn"]
 
 #: Streams are numbered 1..65535 on the wire; 0 stands for "no payload".
 _LAST_STREAM = 65535
@@ -40,6 +40,26 @@ class Outgoing:
         self.admitted = False
         #: Set when it is admitted, or when the link ends first.
         self.settled = trio.Event()
+
+
+class Turn:
+    """A packet, or a message and its first fragment, that is written next; or what is left of it."""
+
+    __slots__ = ("body", "head", "n_bytes", "n_payload", "outgoing")
+
+    def __init__(self, head: bytes, body: memoryview | None, outgoing: Outgoing | None) -> None:
+        self.head = head
+        self.body = body
+        #: The frame with a payload that it belongs to.
+        self.outgoing = outgoing
+        #: Bytes of the whole, and those of a payload among them.
+        self.n_payload = 0 if body is None else body.nbytes
+        self.n_bytes = len(head) + self.n_payload
+
+    def shortened(self, head: bytes, body: memoryview | None) -> Turn:
+        """This one when no more than ``head`` and ``body`` of it are left to be written."""
+        self.head, self.body = head, body
+        return self
 
 
 class Outbox:
@@ -134,16 +154,16 @@ class Outbox:
             return True
         return bool(self.queued) and self.queued + size > self.limits.under_way
 
-    def next_packet(self) -> tuple[bytes, memoryview | None, Outgoing | None]:
-        """What is written next, and the frame with a payload that it belongs to. Something must wait."""
+    def next_packet(self) -> Turn:
+        """What is written next. Something must wait."""
         if self.control:
-            return *self.control.popleft(), None
+            return Turn(*self.control.popleft(), None)
         outgoing = self.turns.popleft()
         head, body = next(outgoing.packets)
         if body is None and outgoing.left:  # the message; the first fragment goes with it
             more, body = next(outgoing.packets)
             head += more
-        return head, body, outgoing
+        return Turn(head, body, outgoing)
 
     def written(self, outgoing: Outgoing | None, size: int, seconds: float = 0.0) -> None:
         """``size`` bytes of a payload were written, in so many seconds; the next in turn follows."""

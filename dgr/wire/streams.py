@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import ClassVar, Protocol, runtime_checkable
 
@@ -29,6 +30,9 @@ _BETWEEN = 4096
 _JOINED = 65536
 
 
+#: Largest fragment that whoever sends copies into the socket's buffer itself; longer ones are the writer's, turn by turn.
+_AT_ONCE = 1 << 17
+
 #: What to do with frames as they become whole.
 Take = Callable[[list[Received]], None]
 
@@ -40,6 +44,18 @@ class PacketStream(Protocol):
     @property
     def owes(self) -> bool:
         """Whether an empty packet should be written, for something that the transport itself has to say."""
+        ...
+
+    @property
+    def has_room(self) -> bool:
+        """Whether :meth:`send_nowait` may write something."""
+        ...
+
+    def send_nowait(self, head: bytes, body: memoryview | None) -> tuple[bytes, memoryview | None] | None:
+        """Write as much of a packet as is taken at once; returns what is left for :meth:`send`, which also raises what failed.
+
+        Nothing may be under way. ``body`` is not changed any more by anyone.
+        """
         ...
 
     async def send(self, head: bytes, body: memoryview | None) -> None:
@@ -66,9 +82,13 @@ class _ByteStream:
     """TLS, and any other stream."""
 
     owes: ClassVar[bool] = False
+    has_room: ClassVar[bool] = False
 
     def __init__(self, transport: trio.abc.Stream) -> None:
         self._transport = transport
+
+    def send_nowait(self, head: bytes, body: memoryview | None) -> tuple[bytes, memoryview | None]:
+        return head, body
 
     async def send(self, head: bytes, body: memoryview | None) -> None:
         if body is None:
@@ -94,6 +114,13 @@ class _MemoryStream:
     def __init__(self, transport: MemoryTransport) -> None:
         self._transport = transport
 
+    @property
+    def has_room(self) -> bool:
+        return self._transport.has_room
+
+    def send_nowait(self, head: bytes, body: memoryview | None) -> None:
+        self._transport.hand_over(head, body)
+
     async def send(self, head: bytes, body: memoryview | None) -> None:
         await self._transport.wait_room()
         self._transport.hand_over(head, body)
@@ -112,10 +139,23 @@ class _SocketStream:
     """Plain TCP: scatter and gather."""
 
     owes: ClassVar[bool] = False
+    has_room: ClassVar[bool] = True
 
     def __init__(self, transport: trio.SocketStream) -> None:
         self._socket = transport.socket
         self._between = memoryview(bytearray(_BETWEEN))
+
+    def send_nowait(self, head: bytes, body: memoryview | None) -> tuple[bytes, memoryview | None] | None:
+        if body is not None and body.nbytes > _AT_ONCE:
+            return head, body
+        try:
+            sent = os.writev(self._socket.fileno(), [head] if body is None else [head, body])
+        except OSError:  # there is no room, or the writer meets the same error
+            return head, body
+        if body is None:
+            return None if sent == len(head) else (head[sent:], None)
+        left = head[sent:], body[max(0, sent - len(head)) :]
+        return left if left[1].nbytes else None
 
     async def send(self, head: bytes, body: memoryview | None) -> None:
         parts = [memoryview(head)] if body is None else [memoryview(head), body]

@@ -10,7 +10,7 @@ from dgr import Artifact, ContextParams
 from dgr.core.route import parse_split
 from dgr.testing.network.processes import ProgramEnded, open_program
 from dgr_bench.certify.resident import resident_with
-from dgr_bench.overhead.echo import open_echo
+from dgr_bench.links.echo import open_echo
 
 
 @pytest.fixture(autouse=True)

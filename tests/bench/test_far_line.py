@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from dgr.cli.children import python_module
-from dgr_bench.overhead.far.line import _Line
+from dgr_bench.links.line import _Line
 
 
 def _pair() -> tuple[int, int]:
@@ -56,7 +56,7 @@ def test_packets_are_late_lost_and_no_more_than_the_rate() -> None:
     reason="it needs root, a TUN device and network namespaces",
 )
 def test_round_trips_take_the_delay_of_the_line() -> None:
-    command = python_module("dgr_bench.overhead.far.line", "--delay", "30", "--rounds", "4")
+    command = python_module("dgr_bench.links.line", "--delay", "30", "--rounds", "4")
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     found = re.fullmatch(r"([0-9.]+) ms \(.*\)", done.stdout.strip())
     assert found is not None, done

@@ -13,9 +13,9 @@ import pytest
 from dgr_bench import benchmark
 from dgr_bench.benchmark import Group, Store
 from dgr_bench.cli import main
-from dgr_bench.overhead import hops
-from dgr_bench.overhead.echo import LIMITS, open_echo, open_echo_link, payload_bytes
-from dgr_bench.overhead.hops import Hops, HopsPlan
+from dgr_bench.links import hops
+from dgr_bench.links.echo import LIMITS, open_echo, open_echo_link, payload_bytes
+from dgr_bench.links.hops import Hops, HopsPlan
 from dgr_bench.results import Journal
 
 PAYLOAD = payload_bytes(1)

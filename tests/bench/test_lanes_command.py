@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dgr_bench.cli import main
-from dgr_bench.overhead.lanes import Lanes, LanesPlan, goal_of
+from dgr_bench.links.lanes import Lanes, LanesPlan, goal_of
 
 LANES = Lanes(LanesPlan(name="a plan", tokens=64, rounds=2, rates=(10.0,), judged=True))
 

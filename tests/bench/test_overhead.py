@@ -15,11 +15,11 @@ from dgr.engine.native import build_info
 from dgr.errors import EngineError
 from dgr_bench import benchmark
 from dgr_bench.cli import main
+from dgr_bench.links import hops
+from dgr_bench.links.hops import Hops
 from dgr_bench.overhead import command as overhead
-from dgr_bench.overhead import hops
 from dgr_bench.overhead.command import Overhead
 from dgr_bench.overhead.comparisons import OverheadPlan, comparisons, decode_seconds, prefill_seconds
-from dgr_bench.overhead.hops import Hops
 from dgr_bench.overhead.ratios import Comparison, Timed
 from dgr_bench.quartiles import quartiles_of
 from dgr_bench.results import Journal

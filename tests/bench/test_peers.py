@@ -19,9 +19,10 @@ from dgr_bench.upstream.programs import bench_beside
 
 PLAN = PeersPlan(
     name="a plan", prefill=512, decode=10, rounds=2, delays=(0.0, 10.0), contexts=(0, 512), split=("0:3", "3:7"), n_vocab=512,
+    numerics="exact",
     goals={row_name("decode", 0): "at least 1.25", row_name("decode", 10): "at least 2.5"},
 )  # fmt: skip
-PEERS = Peers(PLAN, Path("m.gguf"), "0" * 16, Path("rpc-server"))
+PEERS = Peers(PLAN, Path("m.gguf"), "0" * 16, Path("rpc-server"), Path("llama-server"))
 
 
 def units(near: float = 2.0, far: float = 12.0, tokens: int = 16) -> dict[str, dict[str, Any]]:
@@ -32,7 +33,8 @@ def units(near: float = 2.0, far: float = 12.0, tokens: int = 16) -> dict[str, d
             found[f"{row_name('decode', delay)}, round {number}"] = {"tokens": 10, "ours_s": ours, "theirs_s": theirs}
     traffic = {"ours_bytes": 20_480, "ours_turns": 20, "theirs_bytes": 204_800, "theirs_turns": 800}
     found["traffic/0"] = {"tokens": 10, **traffic}
-    found["alone/0"] = {"decode_tokens": 10, "decode_s": 0.5, "prefill_tokens": 512, "prefill_s": 2.0}
+    alone = {"decode_tokens": 10, "decode_s": 0.5, "prefill_tokens": 512, "prefill_s": 2.0}
+    found["alone/0"] = {**alone, "server_decode_s": 1.0, "server_prefill_s": 4.0}
     theirs_end = {"exit_code": -6, "ended_s": 0.2, "said": "Remote RPC server crashed"}
     found["kill"] = {"ours": {"next_token_s": 1.5, "tokens": tokens, "asked": 16}, "theirs": theirs_end}
     return found
@@ -47,7 +49,8 @@ def test_figures() -> None:
     assert found["traffic"] == {
         "0": {"ours_bytes": 2048, "ours_turns": 2, "theirs_bytes": 20_480, "theirs_turns": 80},
     }
-    assert found["alone"]["prefill"].median == 256
+    assert found["alone"]["llama-bench"]["prefill"].median == 256
+    assert found["alone"]["llama-server"]["decode"].median == 10
     assert list(found["speed"]) == ["decode, delay 0 ms", "decode, delay 10 ms"]
 
 
@@ -99,6 +102,7 @@ def test_a_server_of_another_pin_and_one_that_is_none(
     """Refused before anything is measured; what cannot listen ends in a line, and another binary does not go on from it."""
     server = script(tmp_path / "rpc-server", "exit 3")
     command = ["peers", "--quick", "--model", str(small), "--out", str(tmp_path / "out"), "--rpc-server", str(server)]
+    command += ["--llama-server", str(server)]
     script(tmp_path / "llama-bench", "echo version: 1, commit abcdef012")
     assert main(command) == 2
     assert "was built from llama.cpp abcdef012, dgr from" in capsys.readouterr().err
@@ -130,4 +134,7 @@ def test_the_command(small: Path, tmp_path: Path, capsys: pytest.CaptureFixture[
     assert set(figures["speed"]) == {row_name(phase, delay) for phase in ("decode", "prefill") for delay in (0, 2)}
     assert figures["traffic"]["0"]["theirs_bytes"] > 0
     assert figures["kill"]["ours"]["tokens"] == figures["kill"]["ours"]["asked"]
-    assert "| a process is killed | next token after" in (tmp_path / "report.md").read_text()
+    assert all(row["decode"]["median"] > 0 for row in figures["alone"].values())
+    report = (tmp_path / "report.md").read_text()
+    assert "| a process is killed | next token after" in report
+    assert "| llama-server |" in report

@@ -14,7 +14,7 @@ from dgr.core.values import Wire
 from dgr.selftest.fixture import write_fixture
 from dgr.testing.network.processes import write_route
 from dgr_bench.cli import main
-from dgr_bench.overhead.wires import Wires, WiresPlan
+from dgr_bench.links.wires import Wires, WiresPlan
 
 PLAN = WiresPlan(
     name="a plan", tokens=64, rounds=2, wires=(Wire.BF16, Wire.Q8, Wire.F32_ZSTD), rates=(10.0,), split=("0:3", "3:7"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -69,26 +70,66 @@ async def test_frames_pass_over_sockets_whole_whatever_their_length(fragment: in
         await _exchange(left, right, fragment)
 
 
-async def _partly_sent(monkeypatch: pytest.MonkeyPatch, mutant: bool) -> None:
+async def _partly_sent(monkeypatch: pytest.MonkeyPatch, at_once: int, losing: str = "") -> None:
+    """``at_once``: bytes that the socket takes from whoever sends; the writer gets rid of 7777 at a time."""
     async with sockets() as (near, far), open_link(far, LIMITS) as right:
-        real = near.socket.sendmsg
+        later, now = near.socket.sendmsg, os.writev
 
         async def few(parts: list[memoryview]) -> int:
-            missing = 1 if mutant and parts[0].nbytes > 1 else 0
-            return await real([parts[0][: min(7777, parts[0].nbytes - missing)]]) + missing
+            missing = 1 if losing == "later" and parts[0].nbytes > 1 else 0
+            return await later([parts[0][: min(7777, parts[0].nbytes - missing)]]) + missing
+
+        def fewer(descriptor: int, parts: list[bytes | memoryview]) -> int:
+            if not at_once:
+                raise BlockingIOError
+            data = b"".join(parts)
+            missing = 1 if losing == "now" and len(data) > 1 else 0
+            return now(descriptor, [data[: min(at_once, len(data) - missing)]]) + missing
 
         monkeypatch.setattr(near.socket, "sendmsg", few, raising=False)
         async with open_link(near, LIMITS) as left:
+            monkeypatch.setattr("dgr.wire.streams.os.writev", fewer)
+            tokens = [boundary(3, seq, 1, LIMITS) for seq in range(1, 4)]
+            for frame, payload in tokens:
+                await left.send(frame, payload)
+            for _, payload in tokens:
+                assert bytes((await anext(right)).payload or b"") == payload
             await _exchange(left, right, 1)
 
 
-async def test_a_socket_that_takes_a_few_bytes_at_a_time_gets_them_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    await _partly_sent(monkeypatch, False)
+@pytest.mark.parametrize("at_once", [0, 1, 150, 7777, 100_000])
+async def test_a_socket_that_takes_a_few_bytes_at_a_time_gets_them_all(
+    at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await _partly_sent(monkeypatch, at_once)
 
 
-async def test_a_part_that_is_not_sent_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises((LinkBroken, FrameError, ExceptionGroup)):
-        await _partly_sent(monkeypatch, True)
+@pytest.mark.parametrize("losing", ["later", "now"])
+async def test_a_part_that_is_not_sent_is_noticed(losing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises((AssertionError, LinkBroken, FrameError, ExceptionGroup)):
+        await _partly_sent(monkeypatch, 100_000, losing)
+
+
+async def test_what_is_short_is_written_by_whoever_sends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A token and a control message; a chunk is the writer's."""
+    by_the_writer: list[int] = []
+    send = streams._SocketStream.send
+
+    async def spied(self: streams._SocketStream, head: bytes, body: memoryview | None) -> None:
+        by_the_writer.append(len(head) + (0 if body is None else body.nbytes))
+        await send(self, head, body)
+
+    monkeypatch.setattr(streams._SocketStream, "send", spied)
+    async with sockets() as (near, far), open_link(near, FLASH) as left, open_link(far, FLASH) as right:
+        for seq in range(1, 4):
+            await left.send(*boundary(1, seq, 1, FLASH))
+            left.send_nowait(Pong(seq))
+            assert [type((await anext(right)).frame) for _ in range(2)] == [Boundary, Pong]
+        assert by_the_writer == []
+        frame, payload = boundary(1, 4, 64, FLASH)
+        await left.send(frame, payload)
+        assert bytes((await anext(right)).payload or b"") == payload
+        assert sum(by_the_writer) >= len(payload)
 
 
 async def test_a_socket_reads_payloads_where_they_belong(monkeypatch: pytest.MonkeyPatch) -> None:

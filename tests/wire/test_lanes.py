@@ -76,10 +76,10 @@ async def test_what_is_short_waits_for_what_the_line_holds_and_a_fragment(autoju
 class _InOrder(outbox.Outbox):
     """Everything goes in the order in which it came, whole."""
 
-    def next_packet(self) -> tuple[bytes, memoryview | None, outbox.Outgoing | None]:
+    def next_packet(self) -> outbox.Turn:
         control, self.control = self.control, type(self.control)()
         try:
-            return super().next_packet() if self.turns else (*control.popleft(), None)
+            return super().next_packet() if self.turns else outbox.Turn(*control.popleft(), None)
         finally:
             self.control = control
 
@@ -101,13 +101,13 @@ async def test_in_one_lane_it_would_wait_for_the_chunk(
 async def _longest_fragment(rate: float, monkeypatch: pytest.MonkeyPatch) -> int:
     """Bytes of the longest fragment once a line of that rate is known."""
     sizes: list[int] = []
-    put = Link._put
+    written = Link._written
 
-    async def noted(self: Link, head: bytes, body: memoryview | None) -> None:
-        sizes.append(0 if body is None else body.nbytes)
-        await put(self, head, body)
+    def noted(self: Link, turn: outbox.Turn, seconds: float = 0.0) -> None:
+        sizes.append(turn.n_payload)
+        written(self, turn, seconds)
 
-    monkeypatch.setattr(Link, "_put", noted)
+    monkeypatch.setattr(Link, "_written", noted)
     async with slow_line() as (left, right, relay):
         relay.rightward.rate = rate
         await left.send(*boundary(1, 1, 512, LIMITS))

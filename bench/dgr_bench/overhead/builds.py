@@ -29,12 +29,12 @@ from dgr.cluster.connect import RemoteConnector
 from dgr.errors import InputError
 from dgr.testing.network.processes import open_program
 from dgr_bench.benchmark import Group, Store, Units, benchmark_command, no_error
-from dgr_bench.overhead.comparisons import decode_seconds, prefill_seconds
 from dgr_bench.overhead.ratios import Comparison, Ratios, Sides
 from dgr_bench.plots import Plot
 from dgr_bench.reports import Section, table
 from dgr_bench.results import Kind, Result
 from dgr_bench.subjects import add_model_argument, model_of, whole_model
+from dgr_bench.timed import decode_seconds, prefill_seconds
 from dgr_bench.verdicts import Check
 
 _PHASES: dict[str, Callable[[Pipeline, int], Any]] = {"prefill": prefill_seconds, "decode": decode_seconds}

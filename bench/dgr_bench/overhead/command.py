@@ -5,13 +5,13 @@ Four comparisons on one artifact with equal settings (batch, sub-batch, context,
 * a pipeline of one stage against upstream's llama-bench of the same pin, both in native numerics with as many threads;
 * two stage processes of one thread each on loopback against the whole model on one thread: decoding of one session;
 * exact numerics against native ones;
-* a hop of one token's boundary, in process and over loopback TLS, beyond its wire (see ``dgr_bench.overhead.hops``).
+* a hop of one token's boundary, in process and over loopback TLS, beyond its wire (see ``dgr_bench.links.hops``).
 
 The two sides of a comparison alternate round by round, and so does who begins. Prefill is timed from the prompt to the first
 token; decoding from an answer's first token to its last, drawn greedily. llama-bench draws no token and its times hold no
 start, load or warm-up; its tests are as many tokens at the same positions.
 
-Units, beside those of ``dgr_bench.overhead.hops``:
+Units, beside those of ``dgr_bench.links.hops``:
 
 ``COMPARISON, round N``
     ``tokens``; ``ours_s`` and ``theirs_s``: seconds that each side took for them; ``began``: the side that began.
@@ -31,9 +31,9 @@ from dgr.engine.budget import available_cpus
 from dgr.errors import InputError
 from dgr.selftest.chain import cut_at
 from dgr_bench.benchmark import Group, Store, Units, benchmark_command
-from dgr_bench.overhead import hops
+from dgr_bench.links import hops
+from dgr_bench.links.hops import Hops
 from dgr_bench.overhead.comparisons import OverheadPlan, comparisons
-from dgr_bench.overhead.hops import Hops
 from dgr_bench.overhead.ratios import Comparison, Ratios
 from dgr_bench.plots import Plot
 from dgr_bench.reports import Section

@@ -10,16 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import trio
 from msgspec.structs import replace
 
 from dgr import ContextParams, Numerics, Pipeline, open_pipeline, open_route
-from dgr.client.generation import AHEAD
 from dgr.engine.native import build_info
-from dgr.selftest.chain import some_tokens
 from dgr.testing.network.processes import open_up, write_route
-from dgr_bench.overhead.hops import HopsPlan
+from dgr_bench.links.hops import HopsPlan
 from dgr_bench.overhead.ratios import Comparison, Sides, Timed
+from dgr_bench.timed import decode_seconds, prefill_seconds
 from dgr_bench.upstream.llama_bench import LlamaBench
 from dgr_bench.verdicts import Goal
 
@@ -46,26 +44,6 @@ class OverheadPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 # --- one run of one side ---------------------------------------------------------------------------------------------
-
-
-async def prefill_seconds(pipeline: Pipeline, tokens: int) -> float:
-    """From a prompt of that many tokens to the first token of the answer."""
-    async with pipeline.session() as session:
-        began = trio.current_time()
-        async for _ in session.generate(some_tokens(tokens, pipeline.n_vocab), max_tokens=1, stop=()):
-            pass
-        return trio.current_time() - began
-
-
-async def decode_seconds(pipeline: Pipeline, tokens: int, ahead: int = AHEAD) -> float:
-    """From the first token of an answer to that many later."""
-    async with pipeline.session() as session:
-        answer = session.generate(some_tokens(1, pipeline.n_vocab), max_tokens=tokens + 1, stop=(), ahead=ahead)
-        await anext(answer)
-        began = trio.current_time()
-        async for _ in answer:
-            pass
-        return trio.current_time() - began
 
 
 def _runs(pipeline: Pipeline, phase: str, tokens: int) -> Timed:

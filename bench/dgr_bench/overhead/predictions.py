@@ -43,13 +43,13 @@ from dgr.selftest.chain import cut_at
 from dgr.testing.network.processes import open_up, write_route
 from dgr.testing.network.proxy import open_proxies
 from dgr_bench.benchmark import Group, Store, Unit, Units, benchmark_command, no_error
-from dgr_bench.overhead.comparisons import decode_seconds, prefill_seconds
 from dgr_bench.overhead.sessions import drawn_seconds
 from dgr_bench.plots import BLUE, GREY, RED, Axes, Plot
 from dgr_bench.quartiles import Quartiles, quartiles_of
 from dgr_bench.reports import Section, table
 from dgr_bench.results import Kind, Result
 from dgr_bench.subjects import add_model_argument, model_of, whole_model
+from dgr_bench.timed import decode_seconds, prefill_seconds
 from dgr_bench.verdicts import Check, judge
 
 #: Figures of a route, and what they are of; seconds that are predicted, and measured.

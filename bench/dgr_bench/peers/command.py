@@ -1,9 +1,11 @@
 """``dgr-bench peers``: dgr over processes against upstream's RPC backend over as many, on one artifact and like cables.
 
-On one side stage processes of one thread each and a client, in native numerics; on the other ``ggml-rpc-server`` processes of
-one thread each and a llama-bench that holds no layer itself, both of the unpatched pin with the same batch, sub-batch,
-K-cache type and flash attention. Every process has a cable before it (a relay on loopback) with the same delay each way.
-Rounds alternate, and so does who begins. llama-bench's times hold no start, load or warm-up, and it draws no token.
+On one side stage processes of one thread each and a client; on the other ``ggml-rpc-server`` processes of one thread each and
+a llama-bench that holds no layer itself, both of the unpatched pin with the same batch, sub-batch, K-cache type and flash
+attention. Every process has a cable before it (a relay on loopback) with the same delay each way. Rounds alternate, and so
+does who begins. llama-bench's times hold no start, load or warm-up, and it draws no token.
+
+dgr computes in exact numerics, upstream in native ones; ``--numerics native`` for the same on both sides.
 
 Bytes and turns (how often bytes go the other way than those before them) are counted on the cables, both ways, all of them
 together: on our side while tokens are drawn, on the other as the difference of two runs, of which one draws twice as many.
@@ -15,7 +17,8 @@ Units:
 ``traffic/CONTEXT``
     ``tokens``; ``ours_bytes``, ``ours_turns``, ``theirs_bytes``, ``theirs_turns`` of them, after so many others.
 ``alone/N``
-    llama-bench of one process and one thread: ``decode_tokens``, ``decode_s``, ``prefill_tokens``, ``prefill_s``.
+    One process of one thread that holds the whole model: ``decode_tokens``, ``decode_s``, ``prefill_tokens``, ``prefill_s`` of
+    llama-bench; ``server_decode_s``, ``server_prefill_s`` of llama-server for as many, as it says itself.
 ``kill``
     ``ours``: ``next_token_s`` (from the kill of the last stage to the next token), ``tokens`` that came of ``asked``;
     ``theirs``: ``exit_code`` of llama-bench (negative: a signal), ``ended_s`` after the kill of a server, ``said`` at last.
@@ -32,6 +35,7 @@ from typing import Any, ClassVar
 import msgspec
 from attrs import frozen
 
+from dgr import Numerics
 from dgr.engine.budget import available_cpus
 from dgr.engine.native import build_info
 from dgr.errors import InputError
@@ -50,6 +54,8 @@ from dgr_bench.verdicts import Check, Goal, Tally
 _FULL: dict[str, Any] = {"prefill": 512, "decode": 32, "rounds": 5, "contexts": (0, 512, 1024)}
 _QUICK: dict[str, Any] = {"prefill": 64, "decode": 4, "rounds": 1, "contexts": (0,)}
 _PHASES = ("decode", "prefill")
+#: Programs that hold the whole model, and how their seconds are called in a unit.
+_ALONE = {"llama-bench": "", "llama-server": "server_"}
 
 
 def row_name(phase: str, delay: float) -> str:
@@ -72,16 +78,23 @@ class Peers:
     model: Path
     artifact: str
     rpc_server: Path
+    llama_server: Path
     kind: ClassVar[Kind] = "peers"
     title: ClassVar[str] = "Peers"
 
     def subject(self) -> dict[str, Any]:
-        return {"artifact": self.artifact, "model": self.model.name, "split": ",".join(self.plan.split)}
+        return {
+            "artifact": self.artifact,
+            "model": self.model.name,
+            "split": ",".join(self.plan.split),
+            "numerics": self.plan.numerics,
+        }
 
     def units(self, _: Store) -> Iterator[Group]:
         plan, rounds = self.plan, range(self.plan.rounds)
         alone_units = [
-            Unit(f"alone/{number}", lambda _opened: alone(plan, self.model, self.rpc_server)) for number in rounds
+            Unit(f"alone/{number}", lambda _opened: alone(plan, self.model, self.rpc_server, self.llama_server))
+            for number in rounds
         ]
         speed = [
             Unit(f"{row_name(phase, delay)}, round {number}", partial(speed_round, plan, phase, delay, number))
@@ -125,8 +138,11 @@ class Peers:
                 found["delays_per_token"][side] = (b.median - a.median) / longest
         if rows := [unit for name, unit in units.items() if name.startswith("alone/") and "decode_s" in unit]:
             found["alone"] = {
-                phase: quartiles_of([unit[f"{phase}_tokens"] / unit[f"{phase}_s"] for unit in rows])
-                for phase in _PHASES
+                program: {
+                    phase: quartiles_of([unit[f"{phase}_tokens"] / unit[f"{prefix}{phase}_s"] for unit in rows])
+                    for phase in _PHASES
+                }
+                for program, prefix in _ALONE.items()
             }
         if "ours" in units.get("kill", {}):
             found["kill"] = dict(units["kill"])
@@ -177,14 +193,17 @@ class Peers:
             )
             rows.append(("a process is killed", f"next token after {ours_kill['next_token_s']:.1f} s", how, "", ""))
         said = [
-            "Processes of one thread each; medians, ratios of speed are per round, above 1 dgr is faster.",
+            f"Processes of one thread each, dgr in {self.plan.numerics} numerics; medians, ratios of speed by round.",
             table(("", "dgr", "RPC backend", "dgr / RPC", "goal"), rows),
         ]
         if "alone" in found:
-            whole = msgspec.convert(found["alone"], dict[str, Quartiles])
+            whole = msgspec.convert(found["alone"], dict[str, dict[str, Quartiles]])
+            said.append("One process of one thread that holds the whole model:")
             said.append(
-                f"llama-bench alone, one process of one thread: decode {whole['decode'].median:.1f} tokens/s, prefill"
-                f" {whole['prefill'].median:.1f}."
+                table(
+                    ("", "decode, tokens/s", "prefill, tokens/s"),
+                    [(program, *(f"{row[phase].median:.1f}" for phase in _PHASES)) for program, row in whole.items()],
+                )
             )
         return [Section("dgr beside llama.cpp's RPC backend", tuple(said))]
 
@@ -217,7 +236,10 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         help="of every cable, each way (default: 0 10)",
     )
     parser.add_argument("--processes", type=int, default=2, metavar="N", help="stages, and servers (default: 2)")
+    numerics = [each.value for each in Numerics]
+    parser.add_argument("--numerics", choices=numerics, default="exact", help="of dgr's side (default: exact)")
     add_program_argument(parser, "rpc-server")
+    add_program_argument(parser, "llama-server")
 
 
 def _peers(args: argparse.Namespace) -> Peers:
@@ -240,13 +262,15 @@ def _peers(args: argparse.Namespace) -> Peers:
         delays=delays,
         split=tuple(map(str, cut_at(n_layers, cuts))),
         n_vocab=artifact.hp.n_vocab,
+        numerics=args.numerics,
         # The small model is all overhead: --quick shows that everything runs.
         goals={} if args.quick else {name: str(goal) for name, goal in _GOALS.items() if name in rows},
     )
     rpc_server = find_program("rpc-server", args.rpc_server)
     # The server itself tells no commit; the llama-bench that was built with it does.
     check_pin(bench_beside(rpc_server), "rpc-server", build_info()["llama_cpp_commit"])
-    return Peers(plan, model, artifact.identity, rpc_server)
+    llama_server = find_program("llama-server", args.llama_server)
+    return Peers(plan, model, artifact.identity, rpc_server, llama_server)
 
 
 _HELP = "dgr over processes against llama.cpp's RPC backend: speed, bytes, delays, a killed process"

@@ -25,6 +25,7 @@ from dgr.testing.network.proxy import FaultyProxy, open_proxies, open_proxy
 from dgr_bench.peers.rpc import RpcBench, Server, open_servers
 from dgr_bench.subjects import PATIENCE
 from dgr_bench.upstream.llama_bench import LlamaBench
+from dgr_bench.upstream.llama_server import LlamaServer, timings_of
 from dgr_bench.upstream.programs import bench_beside
 
 #: Tokens of an answer in which a stage is killed, and how many of them come before it.
@@ -46,6 +47,8 @@ class PeersPlan(msgspec.Struct, frozen=True, kw_only=True):
     #: Layer ranges of our stages; as many servers on the other side.
     split: tuple[str, ...]
     n_vocab: int
+    #: Of our side; theirs are native.
+    numerics: str
     #: Ratios of speed: ``decode`` or ``prefill``, and the delay.
     goals: dict[str, str]
 
@@ -53,7 +56,7 @@ class PeersPlan(msgspec.Struct, frozen=True, kw_only=True):
     def context(self) -> ContextParams:
         """Settings of both sides."""
         longest = max(self.prefill, max(self.contexts, default=0)) + 4 * self.decode + _KILL_ANSWER
-        return ContextParams(n_ctx=max(512, longest), numerics=Numerics.NATIVE)
+        return ContextParams(n_ctx=max(512, longest), numerics=Numerics(self.numerics))
 
 
 @frozen
@@ -219,15 +222,23 @@ async def traffic_at(plan: PeersPlan, context: int, sides: Sides) -> dict[str, A
     }
 
 
-async def alone(plan: PeersPlan, model: Path, rpc_server: Path) -> dict[str, Any]:
-    """llama-bench in one process, of one thread."""
-    whole = LlamaBench(bench_beside(rpc_server), build_info()["llama_cpp_commit"], model, plan.context, 1)
-    return {
+async def alone(plan: PeersPlan, model: Path, rpc_server: Path, llama_server: Path) -> dict[str, Any]:
+    """llama-bench in one process, of one thread; and llama-server, by what it says of its answers."""
+    commit = build_info()["llama_cpp_commit"]
+    whole = LlamaBench(bench_beside(rpc_server), commit, model, plan.context, 1)
+    found: dict[str, Any] = {
         "decode_tokens": plan.decode,
         "decode_s": await whole.seconds(decode=plan.decode),
         "prefill_tokens": plan.prefill,
         "prefill_s": await whole.seconds(prefill=plan.prefill),
     }
+    prompt = some_tokens(plan.prefill, plan.n_vocab)
+    async with LlamaServer(llama_server, commit, model, plan.context, 1).running() as url:
+        await timings_of(url, prompt[:8], 2)
+        # Its own time begins with the first token, which a prompt's last one gives.
+        found["server_decode_s"] = (await timings_of(url, prompt[:1], plan.decode + 1)).predicted_ms / 1e3
+        found["server_prefill_s"] = (await timings_of(url, prompt, 1)).prompt_ms / 1e3
+    return found
 
 
 async def kill(plan: PeersPlan, sides: Sides) -> dict[str, Any]:

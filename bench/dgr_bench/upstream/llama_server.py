@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import http.client
 import subprocess
+import urllib.parse
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import msgspec
 import trio
 from attrs import frozen
 
@@ -16,7 +19,7 @@ from dgr.testing.network.processes import free_ports
 from dgr.wire.nurseries import open_nursery
 from dgr_bench.upstream.programs import commit_told, refuse_other_pin
 
-__all__ = ["LlamaServer"]
+__all__ = ["LlamaServer", "Timings", "timings_of"]
 
 _PROGRAM = "llama-server"
 #: Seconds for it to load a model.
@@ -92,6 +95,50 @@ class LlamaServer:
                 f"cannot run {self.binary}: {error.strerror or error}; name another with --{_PROGRAM}"
             ) from error
         refuse_other_pin(self.binary, _PROGRAM, commit_told(told.stdout + told.stderr), self.commit)
+
+
+class Timings(msgspec.Struct, frozen=True):
+    """What it says of an answer: of the prompt's tokens, and of those drawn after the first."""
+
+    prompt_n: int
+    prompt_ms: float
+    predicted_n: int
+    predicted_ms: float
+
+
+class _Answer(msgspec.Struct, frozen=True):
+    timings: Timings
+
+
+async def timings_of(url: str, prompt: list[int], tokens: int) -> Timings:
+    """Ask a server for a greedy answer of ``tokens`` tokens; what it measured itself.
+
+    Raises :class:`~dgr.errors.EngineError` for anything but an answer to all of that.
+    """
+    body = {"prompt": prompt, "n_predict": tokens, "temperature": 0, "ignore_eos": True, "cache_prompt": False}
+    data = await trio.to_thread.run_sync(_post, urllib.parse.urlsplit(url).netloc, msgspec.json.encode(body))
+    try:
+        timings = msgspec.json.decode(data, type=_Answer).timings
+    except msgspec.DecodeError as error:
+        raise EngineError(
+            f"{_PROGRAM} gave no timings that dgr-bench knows: {error}; {data[:_LAST_WORDS]!r}"
+        ) from error
+    if (timings.prompt_n, timings.predicted_n) != (len(prompt), tokens):
+        raise EngineError(
+            f"{_PROGRAM} ran {timings.prompt_n} and drew {timings.predicted_n} tokens, not {len(prompt)} and {tokens}"
+        )
+    return timings
+
+
+def _post(host: str, body: bytes) -> bytes:
+    connection = http.client.HTTPConnection(host, timeout=_START)
+    try:
+        connection.request("POST", "/completion", body, {"content-type": "application/json"})
+        return connection.getresponse().read()
+    except (OSError, http.client.HTTPException) as error:
+        raise EngineError(f"{_PROGRAM} gave no answer: {error}") from error
+    finally:
+        connection.close()
 
 
 async def _listen(process: trio.Process, said: bytearray) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import struct
 from collections.abc import Callable
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import trio
 
@@ -97,6 +97,12 @@ class SharedStream(trio.abc.Stream):
     def owes(self) -> bool:
         """Whether an empty record should be written, for what it gives back."""
         return self._owed >= _GIVEN_BACK
+
+    #: Records are written by one task, whole.
+    has_room: ClassVar[bool] = False
+
+    def send_nowait(self, head: bytes, body: memoryview | None) -> tuple[bytes, memoryview | None]:
+        return head, body
 
     async def send(self, head: bytes, body: memoryview | None) -> None:
         """Write a packet; ``body`` is not changed any more by anyone."""

@@ -32,13 +32,13 @@ from dgr.selftest.fixture.cached import cached_fixture
 from dgr.testing.network.processes import open_up, write_route
 from dgr.testing.network.proxy import FaultyProxy, open_proxies
 from dgr_bench.benchmark import Group, Store, Unit, Units, benchmark_command, no_error
-from dgr_bench.overhead.comparisons import prefill_seconds
-from dgr_bench.overhead.rates import add_rates_argument, rates_of
+from dgr_bench.links.rates import add_rates_argument, rates_of
 from dgr_bench.plots import BLUE, GREY, RED, Axes, Plot
 from dgr_bench.quartiles import Quartiles, quartiles_of
 from dgr_bench.reports import Section, table
 from dgr_bench.results import Kind, Result
 from dgr_bench.subjects import PATIENCE, whole_model
+from dgr_bench.timed import prefill_seconds
 from dgr_bench.verdicts import Check, Tally
 
 _MBIT = 1e6 / 8

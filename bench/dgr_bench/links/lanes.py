@@ -29,8 +29,8 @@ from attrs import frozen
 from dgr.errors import LinkBroken
 from dgr.wire import Link, frames
 from dgr_bench.benchmark import Group, Store, Unit, Units, benchmark_command, no_error
-from dgr_bench.overhead.echo import Echo, boundary_of, open_echo, open_echo_link, payload_bytes
-from dgr_bench.overhead.rates import add_rates_argument, rates_of
+from dgr_bench.links.echo import Echo, boundary_of, open_echo, open_echo_link, payload_bytes
+from dgr_bench.links.rates import add_rates_argument, rates_of
 from dgr_bench.plots import BLUE, RED, Axes, Plot
 from dgr_bench.quartiles import Quartiles, quartiles_of
 from dgr_bench.reports import Section, table

@@ -2,7 +2,7 @@
 
 Over ``memory`` the echo is a task of this process, over ``unix``, ``tcp`` and ``tls`` a process of its own on this host::
 
-    python -P -m dgr_bench.overhead.echo ADDRESS [KEYS]     # be that process; prints its address
+    python -P -m dgr_bench.links.echo ADDRESS [KEYS]     # be that process; prints its address
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ async def _connect_memory() -> AsyncIterator[trio.abc.Stream]:
 @asynccontextmanager
 async def _process(address: str, keys: Path | None) -> AsyncIterator[str]:
     """The echo as a child process; returns its address."""
-    command = python_module("dgr_bench.overhead.echo", address, *([] if keys is None else [str(keys)]))
+    command = python_module("dgr_bench.links.echo", address, *([] if keys is None else [str(keys)]))
     process = await trio.lowlevel.open_process(command, stdout=subprocess.PIPE)
     assert process.stdout is not None
     try:

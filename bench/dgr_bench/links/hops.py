@@ -28,7 +28,7 @@ import msgspec
 from attrs import frozen
 
 from dgr_bench.benchmark import Group, Store, Unit, Units, benchmark_command, no_error
-from dgr_bench.overhead.echo import Echo, bare_round, link_round, open_echo, open_echo_link, payload_bytes, wire_bytes
+from dgr_bench.links.echo import Echo, bare_round, link_round, open_echo, open_echo_link, payload_bytes, wire_bytes
 from dgr_bench.plots import BLUE, GREY, RED, Axes, Plot
 from dgr_bench.quartiles import Quartiles, quartiles_of
 from dgr_bench.reports import Section, table

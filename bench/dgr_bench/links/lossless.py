@@ -1,6 +1,6 @@
 """What a lossless code saves on residuals, and how fast: ``f32+zstd`` as stages have it, against planes of bytes under zstd.
 
-    python -m dgr_bench.overhead.lossless MODEL.gguf LAYERS [TOKENS]
+    python -m dgr_bench.links.lossless MODEL.gguf LAYERS [TOKENS]
 
 runs the model's first LAYERS layers over a prompt in exact numerics and prints the share of bytes saved and the speed of
 packing and unpacking on one core: of :mod:`dgr.protocol.planes`, and for each level of zstd of all planes (all first bytes,

@@ -1,6 +1,6 @@
 """Round trips of boundary frames over TCP and a line that is long, slow or bad, as the kernel is set up.
 
-    python -P -m dgr_bench.overhead.far.line --delay 20 --loss 0.1 --rate 50 --sysctl net.ipv4.tcp_congestion_control=bbr
+    python -P -m dgr_bench.links.line --delay 20 --loss 0.1 --rate 50 --sysctl net.ipv4.tcp_congestion_control=bbr
 
 Two network namespaces, each with a TUN device, and between them this process, which passes IP packets on: each after a delay,
 some not at all, no more than a rate. So what is measured is the kernel's TCP with the settings that ``--sysctl`` names, as
@@ -27,7 +27,7 @@ import trio
 from attrs import define, field
 
 from dgr.cli.children import python_module
-from dgr_bench.overhead.echo import link_round, open_echo_link, payload_bytes
+from dgr_bench.links.echo import link_round, open_echo_link, payload_bytes
 
 _NEAR, _FAR, _PORT = "10.9.0.1", "10.9.0.2", 7801
 _NEW_NETWORK = 0x40000000
@@ -124,12 +124,12 @@ async def _measure(tokens: int, rounds: int, rest: float) -> None:
 def _join(args: argparse.Namespace) -> int:
     _new_network()
     near = _open_interface(_NEAR, args.sysctl)
-    echo = subprocess.Popen(python_module("dgr_bench.overhead.echo", f"{_NEAR}:{_PORT}"), stdout=subprocess.DEVNULL)
+    echo = subprocess.Popen(python_module("dgr_bench.links.echo", f"{_NEAR}:{_PORT}"), stdout=subprocess.DEVNULL)
     try:
         _new_network()
         far = _open_interface(_FAR, args.sysctl)
         asking = [f"--{name}={getattr(args, name)}" for name in ("tokens", "rounds", "rest")]
-        client = subprocess.Popen(python_module("dgr_bench.overhead.far.line", "--ask", *asking))
+        client = subprocess.Popen(python_module("dgr_bench.links.line", "--ask", *asking))
         line = _Line(args.delay / 1e3, args.loss / 100, args.rate * 1e6 / 8, (near, far))
         while client.poll() is None:
             line.pass_on()
@@ -142,7 +142,7 @@ def _join(args: argparse.Namespace) -> int:
 def main(argv: Sequence[str]) -> int:
     """Join both sides and print the result; returns the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -P -m dgr_bench.overhead.far.line", description=__doc__.splitlines()[0] if __doc__ else ""
+        prog="python -P -m dgr_bench.links.line", description=__doc__.splitlines()[0] if __doc__ else ""
     )
     parser.add_argument("--delay", type=float, default=20.0, metavar="MS", help="one way (default: 20)")
     parser.add_argument(

@@ -1,0 +1,1 @@
+"""A link on top of its bytes: on this machine, and over slow, distant and bad cables."""

@@ -1,1 +1,0 @@
-"""Hops over the kernel's own TCP and a line between network namespaces."""
