@@ -99,6 +99,13 @@ def test_what_was_repacked_is_not_kept_twice(model: Model) -> None:
     assert own - repacked <= found["mapped"] <= own - repacked + SLACK
 
 
+@pytest.fixture
+def locks() -> None:
+    if "-fsanitize=address" in build_info()["flags"]:
+        pytest.skip("under AddressSanitizer mlock does nothing")
+
+
+@pytest.mark.usefixtures("locks")
 @pytest.mark.parametrize("mmap", [False, True], ids=["read", "mmap"])
 def test_locked_weights_are_locked_whole(small: Path, mmap: bool) -> None:
     own = Artifact.open(small).weight_bytes(LayerRange(5, 7))
@@ -106,6 +113,7 @@ def test_locked_weights_are_locked_whole(small: Path, mmap: bool) -> None:
     assert own <= found["locked"] <= own + SLACK
 
 
+@pytest.mark.usefixtures("locks")
 @pytest.mark.parametrize("mmap", [False, True], ids=["read", "mmap"])
 def test_a_limit_refuses_the_lock_by_name(small: Path, mmap: bool) -> None:
     found = measure(small, "5:7", "exact", limit=65536, mmap=mmap, mlock=True)
