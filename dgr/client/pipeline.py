@@ -211,9 +211,29 @@ class Pipeline:
         try:
             yield session
         finally:
-            with trio.CancelScope(shield=True):
+            try:
+                await self._dismiss(session)
+            finally:
+                del self._sessions[session.id], self._client.members[session.id]
+
+    async def _dismiss(self, session: ClientSession) -> None:
+        """Have the stages drop a session, and wait until they have; for a while alone once the caller is cancelled.
+
+        That is not passed on: what the block raised leaves as it is, and the caller's next checkpoint tells.
+        """
+        waiting = trio.CancelScope(shield=True)
+
+        async def hurry() -> None:
+            try:
+                await trio.sleep_forever()
+            except trio.Cancelled:
+                waiting.deadline = trio.current_time() + self._client.timeouts.farewell
+
+        async with open_nursery() as nursery:
+            nursery.start_soon(hurry)
+            with waiting:
                 await session.aclose()
-            del self._sessions[session.id], self._client.members[session.id]
+            nursery.cancel_scope.cancel()
 
     async def change_route(self, route: Route, spares: Sequence[StageRef] = ()) -> None:
         """Fence a new epoch on every stage of ``route``; sessions re-prefill when they are next used.

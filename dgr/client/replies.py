@@ -53,6 +53,9 @@ class Timeouts:
     control: float = field(default=120.0, validator=number(0))
     #: For Fenced from every stage, and for a session waiting until the route is live.
     route: float = field(default=60.0, validator=number(0))
+    #: For Closed, where whoever leaves a session's block is being cancelled, at most ``control``. The stages have been told by
+    #: then and drop the session when their step ends; by default that is some chunks away.
+    farewell: float = field(default=5.0, validator=number(0))
 
 
 @frozen

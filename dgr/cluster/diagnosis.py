@@ -189,7 +189,7 @@ async def _takes_connections(address: str) -> bool:
                 stream = await trio.open_unix_socket(path)
             else:
                 stream = await trio.open_tcp_stream(*parse_address(address))
-        except OSError:
+        except (OSError, RuntimeError):  # no connection, or no thread to look the name up in
             return False
         await trio.aclose_forcefully(stream)
         return True

@@ -9,6 +9,7 @@ import trio
 from dgr.client.pipeline import Pipeline
 from dgr.cluster.route_file import RouteFile, read_route_file
 from dgr.errors import DgrError
+from dgr.protocol.threads import in_thread
 
 __all__ = ["follow_route"]
 
@@ -28,7 +29,7 @@ async def follow_route(pipeline: Pipeline, file: RouteFile) -> None:
     while True:
         await trio.sleep(_EVERY)
         try:
-            found = await trio.to_thread.run_sync(read_route_file, file.path)
+            found = await in_thread(lambda: read_route_file(file.path))
             if (found.route, found.spares) != known:
                 await pipeline.change_route(found.route, found.spares)
                 known, said = (found.route, found.spares), ""

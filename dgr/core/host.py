@@ -18,7 +18,15 @@ from pathlib import Path
 
 import psutil
 
-__all__ = ["available_cpus", "available_memory", "cpu_flags", "cpu_name", "memory_limits", "usable_memory"]
+__all__ = [
+    "available_cpus",
+    "available_memory",
+    "cpu_flags",
+    "cpu_name",
+    "memory_limits",
+    "resident_memory",
+    "usable_memory",
+]
 
 #: The file system in which ``proc`` and the mounts of control groups are looked up; tests have their own.
 _ROOT = Path("/")
@@ -150,3 +158,10 @@ def _used(group: Path) -> int:
         facts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
         cached = int(facts.get("total_inactive_file", facts.get("inactive_file", 0)))
     return max(0, usage - cached)
+
+
+def resident_memory() -> int:
+    """Bytes of memory that this process holds; 0 when it cannot be told, as where no file can be opened any more."""
+    with suppress(OSError, psutil.Error):
+        return int(psutil.Process().memory_info().rss)
+    return 0

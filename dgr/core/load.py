@@ -100,7 +100,7 @@ class StageLoad(_Value, frozen=True):
     #: State of all slots by component, and of the leased ones.
     state: Bytes
     state_leased: Bytes
-    #: Resident memory of the stage's process; stages of one process have the same.
+    #: Resident memory of the stage's process; stages of one process have the same. 0: it could not be told.
     resident: U63
     #: Sessions ended to make room for others.
     evictions: U63

@@ -9,10 +9,10 @@ from __future__ import annotations
 import importlib
 
 import msgspec
-import trio
 
 from dgr.core.values import Wire
 from dgr.errors import InputError
+from dgr.protocol.threads import in_thread
 from dgr.wire.frames import Boundary
 from dgr.wire.links import Link
 
@@ -45,7 +45,7 @@ async def push(link: Link, frame: Boundary, payload: bytes | memoryview) -> None
         if frame.payload <= _AT_ONCE:
             packed = planes.pack(payload)
         else:
-            packed = await trio.to_thread.run_sync(planes.pack, payload)
+            packed = await in_thread(lambda: planes.pack(payload))
         if packed is not None:
             frame, payload = msgspec.structs.replace(frame, payload=packed.nbytes), packed
     await link.send(frame, payload)
@@ -59,4 +59,4 @@ async def unpacked(payload: memoryview, n_bytes: int) -> memoryview:
 
     if n_bytes <= _AT_ONCE:
         return planes.unpack(payload, n_bytes)
-    return await trio.to_thread.run_sync(planes.unpack, payload, n_bytes)
+    return await in_thread(lambda: planes.unpack(payload, n_bytes))

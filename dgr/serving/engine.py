@@ -392,5 +392,6 @@ async def open_serving(pipeline: Pipeline, limits: ServingLimits | None = None) 
         try:
             yield serving
         finally:
-            with trio.CancelScope(shield=True):
+            with trio.CancelScope() as hurried:  # whoever ends a server does not wait for a stage that hangs
+                hurried.cancel()
                 await serving.sessions.aclose()

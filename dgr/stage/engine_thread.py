@@ -69,8 +69,9 @@ class EngineThread:
         if self._stopped:
             raise RuntimeError(f"thread {self._name} was stopped: nobody would stop another one")
         if self._thread is None:
-            self._thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._loop, name=self._name, daemon=True)
+            thread.start()  # may be refused; the next call tries again
+            self._thread = thread
         results: list[T] = []
         call = _Call(function, trio.lowlevel.current_task(), trio.lowlevel.current_trio_token(), results, then)
         self._calls.put(call)

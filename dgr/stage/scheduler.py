@@ -192,16 +192,20 @@ class Scheduler:
         except Exception as error:
             # What one session brought must not end the engine of all: a defect is a failure of this batch alone.
             _log.exception("a batch of %d sessions meets a defect; please report this", len(batch))
+            if self._began is None:
+                return  # it was answered: the defect is in counting it
             for request in batch:
                 request.outcome = EngineError(f"the engine failed: {type(error).__name__}: {error}")
             self._end_batch(batch, began)
 
     def _end_batch(self, batch: list[_Request], began: float) -> None:
         now, self._began = trio.current_time(), None
-        self._ready.ran(batch, began, now)
-        self._count(batch, began, now)
-        for request in batch:
-            request.done.set()
+        try:
+            self._ready.ran(batch, began, now)
+            self._count(batch, began, now)
+        finally:
+            for request in batch:
+                request.done.set()
 
     async def _next_batch(self) -> list[_Request]:
         while isinstance(found := self._ready.next(trio.current_time()), float):

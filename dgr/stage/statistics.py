@@ -11,9 +11,9 @@ import itertools
 from bisect import bisect_left
 from collections.abc import Sequence
 
-import psutil
 from attrs import field, frozen
 
+from dgr.core.host import resident_memory
 from dgr.core.load import ROUTES_MAX, BatchLoad, Distribution, StageLoad
 from dgr.core.log_fields import short_route
 from dgr.stage.ledger import Ledger
@@ -117,7 +117,7 @@ def stage_load(seen: ShardStatistics, ledger: Ledger, traffic: Traffic, seconds:
         compute=memory.compute,
         state=dict(memory.state),
         state_leased=seen.leased,
-        resident=psutil.Process().memory_info().rss,
+        resident=resident_memory(),
         evictions=seen.evictions,
         unroutable_frames=seen.unroutable_frames,
         decode=seen.steps.decode,

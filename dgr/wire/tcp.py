@@ -204,6 +204,10 @@ async def dial(
         raise DeadlineExceeded(f"no connection to {address} within {seconds:g} s") from None
     except OSError as error:
         raise LinkBroken(f"cannot connect to {address}: {_reason(error)}") from error
+    except RuntimeError as error:  # names are looked up in a thread
+        raise LinkBroken(
+            f"cannot look up {host}: {error}; give an IP address, or this process a higher limit"
+        ) from error
     if context is None:
         return stream
     secure = trio.SSLStream(stream, context, server_hostname=host, https_compatible=False)

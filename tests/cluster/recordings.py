@@ -11,6 +11,7 @@ from cluster.remote_stages import CONTEXT, HANDSHAKE, PROMPT, TWO, Hosts, answer
 
 from dgr.client.pipeline import open_pipeline_on
 from dgr.core.route import Route, StageRef
+from dgr.testing.hostile_files.byte_damage import damage
 from dgr.wire import frames
 from dgr.wire.framing import Framer, Limits
 from dgr.wire.handshake import exchange_preamble
@@ -92,25 +93,12 @@ def mutated(words: Sequence[bytes], rng: random.Random) -> tuple[list[bytes], in
     for _ in range(rng.randint(1, 4)):
         index = rng.randrange(first, len(changed))
         sound = min(sound, index)
-        data = changed[index]
-        at = rng.randrange(len(data)) if data else 0
-        match rng.randrange(7):
-            case 0 if data:
-                data[at] ^= 1 << rng.randrange(8)
-            case 1 if data:
-                data[at] = rng.choice((0, 1, 0x7F, 0x80, 0xC0, 0xCC, 0xCF, 0xDD, 0xFF))
-            case 2:
-                del data[at : at + rng.randint(1, 16)]
-            case 3:
-                data[at:at] = rng.randbytes(rng.randint(1, 16))
-            case 4:
-                data[at:at] = data[at : at + rng.randint(1, 64)]
-            case 5:
-                del data[at:]
-            case _:
-                other = rng.randrange(first, len(changed))
-                sound = min(sound, other)
-                changed[index], changed[other] = changed[other], changed[index]
+        if rng.randrange(7):
+            damage(changed[index], rng, b"\0\1\x7f\x80\xc0\xcc\xcf\xdd\xff", 16)
+        else:
+            other = rng.randrange(first, len(changed))
+            sound = min(sound, other)
+            changed[index], changed[other] = changed[other], changed[index]
     return [bytes(word) for word in changed if word], sound
 
 

@@ -245,6 +245,30 @@ async def test_a_step_that_waits_behind_another_dies_with_its_session(autojump_c
         assert stages.engines[WHOLE].tokens_run == 3
 
 
+@pytest.mark.parametrize("when", ["before", "meanwhile", "never"])
+async def test_who_is_cancelled_waits_for_a_stage_that_hangs_for_a_farewell(
+    autojump_clock: trio.abc.Clock, when: str
+) -> None:
+    """And the stage drops the session all the same, once it hangs no more."""
+    timeouts = evolve(TIMEOUTS, control=60.0, farewell=3.0)
+    async with open_stages(TWO) as stages, stages.pipeline(TWO, timeouts=timeouts) as pipeline:
+        async with held(stages.shard("2:6")):
+            with trio.CancelScope() as scope:
+                async with pipeline.session() as session:
+                    with trio.move_on_after(1):
+                        await session.prefill(PROMPT)
+                    began = trio.current_time()
+                    if when == "before":
+                        scope.cancel()
+                    elif when == "meanwhile":
+                        scope.deadline = began + 20
+            assert trio.current_time() - began == {"before": 3.0, "meanwhile": 23.0, "never": 60.0}[when]
+            assert pipeline.statistics().sessions == 0
+        await rest()
+        stages.assert_consistent()
+        assert stages.shard("2:6").statistics().sessions == 0
+
+
 async def test_close_while_it_is_being_opened(autojump_clock: trio.abc.Clock) -> None:
     """Open and Close reach a stage back to back; the Open must not win after the Close."""
     async with open_stages(THREE) as stages, stages.pipeline(THREE) as pipeline:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import trio
@@ -119,6 +120,29 @@ async def test_a_defect_of_the_engine_ends_a_batch_and_not_the_stage(
 
         monkeypatch.setattr(engine, call, once)
         assert await take(session.generate(PROMPT, max_tokens=3)) == reference(PROMPT, 3)
+    assert any("meets a defect" in record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.parametrize("inline", [True, False])
+async def test_a_defect_in_counting_a_batch_costs_no_answer_and_counts_none_twice(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, inline: bool
+) -> None:
+    async with open_stages(TWO) as stages, stages.pipeline(TWO) as pipeline, pipeline.session() as session:
+        stages.engines["2:6"].inline = inline
+        scheduler = stages.shard("2:6").scheduler
+        right, counted = scheduler._count, []
+
+        def wrong(*batch: Any) -> None:
+            counted.append(batch)
+            right(*batch)
+            if len(counted) == 2:
+                raise TypeError("on purpose")
+
+        monkeypatch.setattr(scheduler, "_count", wrong)
+        assert await take(session.generate(PROMPT, max_tokens=3)) == reference(PROMPT, 3)
+        assert scheduler.statistics().batches == len(counted) == len({id(batch[0]) for batch in counted})
+        assert scheduler.statistics().running_seconds == 0
+        assert stages.engines["2:6"].tokens_run == len(PROMPT) + 2
     assert any("meets a defect" in record.getMessage() for record in caplog.records)
 
 

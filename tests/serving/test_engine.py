@@ -12,6 +12,7 @@ import trio
 from conversations import reference
 from trio.testing import MockClock, wait_all_tasks_blocked
 
+from dgr.client.pipeline import Timeouts
 from dgr.core.values import ContextParams, SamplingParams
 from dgr.errors import (
     ContextLimitExceeded,
@@ -412,3 +413,19 @@ async def test_a_stage_that_hangs_holds_nobody_beyond_the_deadline(autojump_cloc
         said, _ = await drawn(engine, Job((*opening, 3), 2))
         assert said == reference((*opening, 3), 2)
     assert all(shard.statistics().sessions == 0 for shard in offline.cluster.shards.values())
+
+
+async def test_a_stage_that_hangs_does_not_hold_the_end(autojump_clock: MockClock) -> None:
+    """Whoever ends a serving waits for a farewell, however many sessions are kept; the stages drop them later."""
+    limits = ServingLimits(sessions=2, prefixes=2)
+    async with serving(limits, sessions=4) as (_, offline):
+        block = open_serving(offline.pipeline, limits)
+        engine = await block.__aenter__()
+        for first in range(4):
+            await drawn(engine, Job((first, *range(200)), 2))
+        assert offline.pipeline.statistics().sessions > 1
+        async with pause(offline.cluster.shards["stage-1"]):
+            began = trio.current_time()
+            await block.__aexit__(None, None, None)
+            assert trio.current_time() - began == pytest.approx(Timeouts().farewell)
+        await until(lambda: all(shard.statistics().sessions == 0 for shard in offline.cluster.shards.values()))

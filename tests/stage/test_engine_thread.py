@@ -99,6 +99,32 @@ async def test_the_thread_ends_for_good() -> None:
     engine_thread.stop()
 
 
+async def test_a_thread_that_is_refused_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was handed over to a thread that never began would be waited for without end."""
+    engine_thread = EngineThread("an engine thread")
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", lambda _: _refuse())
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="can't start new thread"):
+                await engine_thread.run(lambda: 1)
+    with trio.fail_after(20):
+        assert await engine_thread.run(lambda: 7) == 7
+    engine_thread.stop()
+
+
+async def test_a_thread_that_never_began_ends_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine_thread = EngineThread("an engine thread")
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", lambda _: _refuse())
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            await engine_thread.run(lambda: 1)
+    engine_thread.stop()
+
+
+def _refuse() -> None:
+    raise RuntimeError("can't start new thread")
+
+
 class _Interrupting:
     """A queue that is interrupted by Ctrl-C in the very moment in which something was put."""
 

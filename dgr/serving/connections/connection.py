@@ -7,6 +7,7 @@ header that its upgrade to HTTP/2 cannot read. So sockets, deadlines and ends ar
 from __future__ import annotations
 
 import math
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 
 import h11
@@ -14,15 +15,19 @@ import trio
 from anycorn import Config
 from anycorn.events import Closed, Event, RawData, Updated
 from anycorn.protocol.h11 import H11Protocol
-from anycorn.task_group import TaskGroup
 from anycorn.typing import AppWrapper, ConnectionState, TLSExtension
-from anycorn.worker_context import WorkerContext
+from anycorn.worker_context import EventWrapper, WorkerContext
+from attrs import field, frozen
 
+from dgr.serving.connections.inbox import Applications
+from dgr.wire.nurseries import open_nursery
 from dgr.wire.tcp import Transport
 
-__all__ = ["Connection"]
+__all__ = ["Connection", "Host"]
 
 _READ = 65536
+#: Bytes that a client must take in the time it has for them.
+_PIECE = 65536
 #: Seconds for a client that was told the end to read it: a connection that is closed with bytes unread takes the answer along.
 _LINGER = 1.0
 _BROKEN = (trio.BrokenResourceError, trio.ClosedResourceError, trio.BusyResourceError)
@@ -45,19 +50,45 @@ class _Http11(H11Protocol):
         await super()._create_stream(request)
 
 
-class Connection:
-    """What one client and the application say to each other."""
+class _Turn(EventWrapper):
+    """When a connection's next request is read: after the answer to the one before. Its client is heard meanwhile."""
 
-    def __init__(self, app: AppWrapper, config: Config, context: WorkerContext, plain: trio.SocketStream) -> None:
-        self._app = app
-        self._config = config
-        self._context = context
-        self._stream: Transport = plain
-        self._client = _address(plain.socket.getpeername())
-        self._server = _address(plain.socket.getsockname())
+    def __init__(self, listen: Callable[[], Awaitable[None]]) -> None:
+        super().__init__()
+        self._listen = listen
+
+    async def wait(self) -> None:
+        async with open_nursery() as nursery:
+            nursery.start_soon(self._listen)
+            await super().wait()
+            nursery.cancel_scope.cancel()
+
+
+@frozen
+class Host:
+    """What answers on connections, and on what terms."""
+
+    app: AppWrapper
+    config: Config
+    #: Seconds in which a client must take 64 KiB of what it asked for.
+    client_timeout: float
+    context: WorkerContext = field(init=False, factory=lambda: WorkerContext(None))
+
+
+class Connection:
+    """What one client and the application say to each other. ``client``, ``server``: names of the socket's two ends."""
+
+    def __init__(self, host: Host, client: object, server: object) -> None:
+        self._host = host
+        self._config = host.config
+        self._client, self._server = _address(client), _address(server)
+        self._stream: Transport | None = None
         self._protocol: _Http11 | None = None
         self._sending = trio.Lock()
-        self._ends = self._let_go = False
+        self._sends = trio.CancelScope()
+        self._ahead = bytearray()
+        self._ends = self._let_go = self._is_deaf = False
+        self._last = math.inf
         self._since = trio.current_time()
         self._patience = trio.CancelScope()
 
@@ -83,16 +114,21 @@ class Connection:
         self._let_go = True
         self._patience.cancel()
 
+    def end_by(self, when: float) -> None:
+        """Send nothing after that time (trio's clock), whatever is not said yet."""
+        self._last = when
+        self._sends.deadline = min(self._sends.deadline, when)
+
     async def run(self, stream: Transport) -> None:
         """Answer on ``stream`` until either side has had enough, then close it. Raises what is a defect, perhaps in a group."""
         self._stream = stream
         tls = TLSExtension() if isinstance(stream, trio.SSLStream) else None
         try:
-            async with TaskGroup() as group:
+            async with Applications() as group:
                 self._protocol = _Http11(
-                    self._app,
+                    self._host.app,
                     self._config,
-                    self._context,
+                    self._host.context,
                     group,
                     ConnectionState({}),
                     self._client,
@@ -100,6 +136,7 @@ class Connection:
                     self._take,
                     tls,
                 )
+                self._protocol.can_read = _Turn(self._listen_ahead)
                 with self.patient(self._config.keep_alive_timeout):
                     await self._read(self._protocol)
                 await self._protocol.handle(Closed())
@@ -111,10 +148,27 @@ class Connection:
                 await trio.aclose_forcefully(stream)
 
     async def _read(self, protocol: _Http11) -> None:
+        while data := bytes(self._ahead) or await self._hear():
+            self._ahead.clear()
+            if not self._ends:
+                await protocol.handle(RawData(data=data))
+
+    async def _hear(self) -> bytes:
+        """What the client says; nothing once it has left."""
+        assert self._stream is not None
         with suppress(*_BROKEN):
-            while data := await self._stream.receive_some(_READ):
-                if not self._ends:
-                    await protocol.handle(RawData(data=bytes(data)))
+            return bytes(await self._stream.receive_some(_READ))
+        return b""
+
+    async def _listen_ahead(self) -> None:
+        """Keep what the client asks for beside, some of it, and notice that it leaves."""
+        while len(self._ahead) < _READ:
+            data = await self._hear()
+            if not data:
+                self.let_go()
+                return
+            if not self._ends:
+                self._ahead += data
 
     async def _take(self, event: Event) -> None:
         """What the protocol has for this side."""
@@ -122,10 +176,7 @@ class Connection:
         match event:
             case RawData(data=data):
                 async with self._sending:
-                    try:
-                        with trio.CancelScope(shield=True):  # half of an answer would be another answer
-                            await self._stream.send_all(data)
-                    except _BROKEN:
+                    if not await self._send(data):
                         self.let_go()  # what else it asked for, nobody reads
                         await self._protocol.handle(Closed())
             case Updated(idle=is_idle):
@@ -136,10 +187,27 @@ class Connection:
             case _:
                 raise TypeError(f"{type(event).__name__} is not of a plain HTTP/1.1 connection")
 
+    async def _send(self, data: bytes) -> bool:
+        """Whether the client took it, each piece in its time.
+
+        Half of an answer would be another answer: whoever is cancelled waits for the rest, and after a piece that was not
+        taken there is no other.
+        """
+        assert self._stream is not None
+        for begin in range(0, len(data), _PIECE):
+            if self._is_deaf:
+                break
+            self._is_deaf = True
+            deadline = min(self._last, trio.current_time() + self._host.client_timeout)
+            with suppress(*_BROKEN), trio.CancelScope(deadline=deadline, shield=True) as self._sends:
+                await self._stream.send_all(data[begin : begin + _PIECE])
+                self._is_deaf = False
+        return not self._is_deaf
+
     async def _hang_up(self, protocol: _Http11) -> None:
         self._ends = True
         self._patience.deadline = min(self._patience.deadline, trio.current_time() + _LINGER)
-        if isinstance(self._stream, trio.SocketStream):
+        if isinstance(self._stream, trio.abc.HalfCloseableStream):
             with suppress(*_BROKEN):
                 await self._stream.send_eof()
         await protocol.handle(Closed())

@@ -13,10 +13,9 @@ from typing import Any
 import trio
 from anycorn import Config
 from anycorn.utils import wrap_app
-from anycorn.worker_context import WorkerContext
 from attrs import mutable
 
-from dgr.serving.connections.connection import Connection
+from dgr.serving.connections.connection import Connection, Host
 from dgr.wire.nurseries import open_nursery
 from dgr.wire.tcp import Transport
 
@@ -50,15 +49,20 @@ class Listener:
     """Takes connections for an application.
 
     ``most`` of them at once: one more closes the one whose client has been silent, or in the middle of a request, for the
-    longest; where all are being answered it is closed itself. ``contexts``: the TLS context for a connection that begins now.
+    longest; where all are being answered it is closed itself. ``client_timeout``: seconds in which a client must take 64 KiB
+    of what it asked for. ``contexts``: the TLS context for a connection that begins now.
     """
 
     def __init__(
-        self, app: Any, config: Config, *, most: int, contexts: Callable[[], ssl.SSLContext] | None = None
+        self,
+        app: Any,
+        config: Config,
+        *,
+        most: int,
+        client_timeout: float,
+        contexts: Callable[[], ssl.SSLContext] | None = None,
     ) -> None:
-        self._app = wrap_app(app, 0, "asgi")
-        self._config = config
-        self._context = WorkerContext(None)
+        self._host = Host(wrap_app(app, 0, "asgi"), config, client_timeout)
         self._contexts = contexts
         self._most = most
         self._open: set[Connection] = set()
@@ -88,15 +92,16 @@ class Listener:
                 task_status.started()
                 await stop.wait()
                 accepting.cancel_scope.cancel()
-            await self._context.terminated.set()
+            await self._host.context.terminated.set()
+            clients.cancel_scope.deadline = trio.current_time() + grace
             for connection in self._open:
+                connection.end_by(clients.cancel_scope.deadline)
                 if connection.waits_since is not None:
                     connection.let_go()
-            clients.cancel_scope.deadline = trio.current_time() + grace
 
     async def _take(self, plain: trio.SocketStream) -> None:
         try:
-            connection = Connection(self._app, self._config, self._context, plain)
+            connection = Connection(self._host, plain.socket.getpeername(), plain.socket.getsockname())
         except OSError:  # gone already
             await trio.aclose_forcefully(plain)
             return

@@ -32,7 +32,7 @@ def make_app(
 ) -> App:
     """The ASGI application. ``keys``: None answers anyone; with ``local_only`` no page of another site among them."""
     engine, options = service.engine, service.options
-    pipeline = engine.pipeline
+    pipeline, description = engine.pipeline, openapi_json(options.model)
 
     async def health(_: Request) -> Response:
         return _json({"status": "ok"})
@@ -94,7 +94,7 @@ def make_app(
         )
 
     async def described(_: Request) -> Response:
-        return Response(openapi_json(options.model), media_type="application/json")
+        return Response(description, media_type="application/json")
 
     async def index(_: Request) -> Response:
         return Response(page(service), media_type="text/html; charset=utf-8", headers=PAGE_HEADERS)

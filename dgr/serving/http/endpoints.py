@@ -19,6 +19,7 @@ from dgr.client.tracing import RequestTrace
 from dgr.core.log_fields import log_fields
 from dgr.errors import DgrError
 from dgr.protocol.sampling import sampling_problem
+from dgr.protocol.threads import in_thread
 from dgr.serving.api.errors import ApiError, ErrorShape, api_error, naming, overlong
 from dgr.serving.api.fields import Fields, decode_body
 from dgr.serving.api.prompts import ChatPrompt
@@ -129,16 +130,25 @@ class Endpoint:
                 fields = {**fields, "trace": traced.id}
             _log.info("%s: %d after %.3f s", self.name, status, trio.current_time() - began, extra=fields)
 
-    async def read(self, receive: Receive) -> bytes:
-        """The request's body. Raises :class:`ApiError`, :class:`ClientLeft`."""
-        return await read_body(receive, self.service.options.max_body)
+    def check_serves(self) -> None:
+        """Raises where nothing would come of understanding a request."""
 
-    async def understand(self, raw: bytes, by: Callable[[dict[str, Any]], T]) -> T:
-        """What a body comes to; a long one in a thread, so that streams go on."""
-        if len(raw) <= _SHORT:
-            return by(decode_body(raw))
-        async with self.service.reading:
-            return await trio.to_thread.run_sync(lambda: by(decode_body(raw)))
+    async def understand(self, receive: Receive, by: Callable[[dict[str, Any]], T]) -> T:
+        """What a request's body comes to; a long one in a thread, so that streams go on.
+
+        Raises :class:`ApiError`, :class:`~dgr.errors.DgrError`, :class:`ClientLeft`.
+        """
+        with self.service.bodies.held() as body:
+            raw = await read_body(receive, self.service.options.max_body, body)
+            self.check_serves()
+            if len(raw) <= _SHORT:
+                return by(decode_body(raw))
+
+            async def in_turn() -> T:
+                async with self.service.reading:
+                    return await in_thread(lambda: by(decode_body(raw)))
+
+            return await while_connected(receive, in_turn)
 
 
 class GeneratingEndpoint(Endpoint):
@@ -148,10 +158,11 @@ class GeneratingEndpoint(Endpoint):
         """What to do for a body. Raises :class:`ApiError`, :class:`~dgr.errors.DgrError`."""
         raise NotImplementedError
 
-    async def answer(self, receive: Receive, send: Send, trace: RequestTrace | None) -> None:
-        raw = await self.read(receive)
+    def check_serves(self) -> None:
         self.service.engine.refuse_if_not_serving()
-        plan = await self.understand(raw, self.plan)
+
+    async def answer(self, receive: Receive, send: Send, trace: RequestTrace | None) -> None:
+        plan = await self.understand(receive, self.plan)
         async with self._admitted(plan, trace) as running:
             if plan.fields.stream:
                 await self._stream(plan, running, receive, send)

@@ -117,7 +117,7 @@ class CountTokens(Endpoint):
     errors = ErrorShape.ANTHROPIC
 
     async def answer(self, receive: Receive, send: Send, trace: RequestTrace | None) -> None:  # noqa: ARG002 (as an endpoint's)
-        count = await self.understand(await self.read(receive), self._count)
+        count = await self.understand(receive, self._count)
         await send_whole(send, msgspec.json.encode({"input_tokens": count}))
 
     def _count(self, body: dict[str, Any]) -> int:

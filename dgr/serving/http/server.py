@@ -45,7 +45,7 @@ class HttpPolicy:
     tls: tuple[Path, Path] | None = None
     #: Seconds for answers under way when the server is told to end.
     grace: float = 30.0
-    #: Seconds in which a client must take what was sent to it; its connection ends then (Linux: TCP_USER_TIMEOUT).
+    #: Seconds in which a client must take 64 KiB of what was sent to it; its connection ends then.
     client_timeout: float = 30.0
     #: Connections at once; None: as :func:`~dgr.serving.connections.listener.most_connections` says.
     max_connections: int | None = None
@@ -97,8 +97,8 @@ def _name_files(config: Config, certificate: Path, key: Path) -> None:
 def bind(address: str, policy: HttpPolicy) -> list[socket.socket]:
     """Listening sockets of ``HOST:PORT`` (port 0: any free one). Raises :class:`~dgr.errors.InputError`.
 
-    They are ours rather than the HTTP server's, for one option: without it a client that does not read would hold its
-    answer's slot, and the server's end, for ever.
+    They have one option (Linux: TCP_USER_TIMEOUT): a client whose host is gone is noticed in ``client_timeout`` too where the
+    kernel has room for all that it is sent.
     """
     host, port = parse_address(address)
     sockets: list[socket.socket] = []
@@ -169,7 +169,13 @@ async def run_server(
     """
     https = policy.https
     contexts = None if https is None else https.files.newest
-    listener = Listener(app, server_config(), most=policy.max_connections or most_connections(), contexts=contexts)
+    listener = Listener(
+        app,
+        server_config(),
+        most=policy.max_connections or most_connections(),
+        client_timeout=policy.client_timeout,
+        contexts=contexts,
+    )
     drained = trio.Event()
 
     async def drain() -> None:

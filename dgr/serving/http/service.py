@@ -16,6 +16,7 @@ from dgr.core.load import StageLoad
 from dgr.errors import InputError
 from dgr.serving.api.prompts import Ladder, Thinking
 from dgr.serving.api.vocabulary import ServingVocabulary
+from dgr.serving.connections.bodies import Bodies
 from dgr.serving.engine import ServingEngine
 from dgr.serving.http.metrics import Metrics
 from dgr.serving.metrics.stages import SeenStage
@@ -25,6 +26,8 @@ __all__ = ["ServerOptions", "Service"]
 
 #: Seconds for which what stages told is told again, and in which a stage must answer.
 _FRESH, _PATIENCE = 0.5, 2.0
+#: Bodies of the largest size whose bytes are held at once.
+_BODIES = 16
 #: What a name in a JSON body, a metric's label and a page can hold without surprises.
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
 
@@ -71,11 +74,16 @@ class Service:
     tracing: ServerTracing | None = None
     #: One long text at a time: tokenising takes up to 130 bytes of memory for each of its own.
     reading: trio.Lock = field(factory=trio.Lock)
+    #: What has come of bodies that are not understood yet.
+    bodies: Bodies = field(init=False)
     #: Unix time at which the server began.
     created: int = field(factory=lambda: int(time.time()))
     _asking: trio.Lock = field(factory=trio.Lock)
     #: When the stages told their loads last, and what.
     _loads: tuple[float, Mapping[str, StageLoad | None]] | None = None
+
+    def __attrs_post_init__(self) -> None:
+        self.bodies = Bodies(_BODIES * self.options.max_body)
 
     @classmethod
     def of(cls, engine: ServingEngine, vocabulary: ServingVocabulary, options: ServerOptions) -> Service:

@@ -9,6 +9,7 @@ from typing import TypeVar
 import trio
 
 from dgr.serving.api.errors import ApiError
+from dgr.serving.connections.bodies import Body
 from dgr.serving.http.keys import Receive, Send
 from dgr.wire.nurseries import open_nursery
 
@@ -41,14 +42,24 @@ def data_event(data: bytes, name: str | None = None) -> bytes:
     return b"data: " + data + b"\n\n" if name is None else b"event: " + name.encode() + b"\ndata: " + data + b"\n\n"
 
 
-async def read_body(receive: Receive, most: int) -> bytes:
-    """The request's body. Raises :class:`ApiError` 413 beyond ``most`` bytes and 408 when it is slow, :class:`ClientLeft`."""
-    with trio.move_on_after(_BODY):
-        return await _read_body(receive, most)
+async def read_body(receive: Receive, most: int, body: Body) -> bytes:
+    """The request's body.
+
+    Raises :class:`ApiError` 413 beyond ``most`` bytes, 408 when it is slow and 503 when it gave way; :class:`ClientLeft`.
+    """
+    with trio.move_on_after(_BODY), body.reading:
+        read = await _read_body(receive, most, body)
+        body.is_whole = True
+        return read
+    if body.gave_way:
+        message = (
+            "larger bodies of other requests are coming than this server holds at once; this one was coming for longest"
+        )
+        raise ApiError(503, message, kind="server_error", code="service_unavailable", retry_after=1)
     raise ApiError(408, f"the body did not come within {_BODY:g} s", code="request_timeout")
 
 
-async def _read_body(receive: Receive, most: int) -> bytes:
+async def _read_body(receive: Receive, most: int, body: Body) -> bytes:
     parts: list[bytes] = []
     size = 0
     while True:
@@ -62,6 +73,7 @@ async def _read_body(receive: Receive, most: int) -> bytes:
                 413, f"the body is larger than {most} bytes, the most this server reads", code="body_too_large"
             )
         parts.append(part)
+        body.grow(len(part))
         if not message.get("more_body", False):
             return b"".join(parts)
 

@@ -64,7 +64,8 @@ async def open_endpoint(address: str, monitor: StageMonitor) -> AsyncIterator[li
     addresses = [address_of(sock) for sock in sockets]
     local_only = all(is_loopback(sock.getsockname()[0]) for sock in sockets)
     app: App = Gate(_app(monitor), None, frozenset(), local_only=local_only, way_out=_WAY_OUT)
-    listener, stop = Listener(app, server_config(), most=_MOST), trio.Event()
+    listener = Listener(app, server_config(), most=_MOST, client_timeout=_POLICY.client_timeout)
+    stop = trio.Event()
 
     async def run(*, task_status: trio.TaskStatus[None]) -> None:
         with trio.CancelScope(shield=True):  # it is told to end, and lets answers end

@@ -10,7 +10,7 @@ import logging
 import os
 import time
 from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -180,5 +180,6 @@ async def open_tracing(
             tracing.close()
             nursery.cancel_scope.deadline = trio.current_time() + _LAST
     if spans is not None:
-        with trio.CancelScope(shield=True, deadline=trio.current_time() + _LAST):
+        # Where there is no thread, what was not sent by now is lost.
+        with suppress(RuntimeError), trio.CancelScope(shield=True, deadline=trio.current_time() + _LAST):
             await trio.to_thread.run_sync(spans.close, abandon_on_cancel=True)

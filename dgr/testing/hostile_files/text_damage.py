@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from dgr.testing.hostile_files.byte_damage import damage
 from dgr.testing.hostile_files.kind import Mutation
 
 __all__ = ["damaged_bytes", "damaged_json", "damaged_lines", "rewritten"]
@@ -27,26 +28,16 @@ def damaged_bytes(drawn: random.Random, text: bytes) -> bytes:
     """A few bytes changed, cut, doubled, or another encoding."""
     data = bytearray(text)
     for _ in range(drawn.randint(1, 4)):
-        at = drawn.randrange(len(data) + 1) if data else 0
         match drawn.randrange(9):
-            case 0 if at < len(data):
-                data[at] ^= 1 << drawn.randrange(8)
-            case 1 if at < len(data):
-                data[at] = drawn.choice(b'\0"\\{}[],:=\n\r\x7f\x80\xff0-')
-            case 2:
-                del data[at : at + drawn.randint(1, 40)]
-            case 3:
-                data[at:at] = drawn.randbytes(drawn.randint(1, 40))
-            case 4:
-                data[at:at] = data[at : at + drawn.randint(1, 200)]
-            case 5:
-                del data[at:]
             case 6:
+                at = drawn.randrange(len(data) + 1)
                 data[at:at] = drawn.choice((b" " * 100_000, b"\n" * 1000, b"[" * 5000, b"{" * 5000, b'"' * 999))
             case 7 if drawn.random() < 0.3:
                 return drawn.choice((b"\xef\xbb\xbf", b"\xff\xfe", b"\0\0")) + bytes(data)
             case 8 if drawn.random() < 0.3:
                 return bytes(data).decode("utf-8", "replace").encode(drawn.choice(("utf-16", "utf-32")))
+            case _:
+                damage(data, drawn, b'\0"\\{}[],:=\n\r\x7f\x80\xff0-', 40)
     return bytes(data)
 
 

@@ -121,6 +121,7 @@ class Server:
     address: str
     stop: trio.Event
     ended: trio.Event
+    service: Service
 
     def client(self, key: str = "no key", **options: Any) -> openai.AsyncOpenAI:
         options = {"max_retries": 0, "timeout": HANG, **options}
@@ -219,7 +220,7 @@ async def open_server(
 
             await nursery.start(run)
             try:
-                yield Server(model, engine, address, stop, ended)
+                yield Server(model, engine, address, stop, ended, service)
             finally:
                 model.release()
                 stop.set()

@@ -25,6 +25,8 @@ CHECKS = (
     "response_schema_conformance",
     "unsupported_method",
 )
+#: Seconds for one answer, which may fill the context on a busy machine; a guard against hanging alone.
+HANG = 600
 #: Requests of each kind for each path.
 EXAMPLES = 50
 
@@ -32,7 +34,7 @@ EXAMPLES = 50
 async def _attack(address: str, seed: int, folder: Path) -> str:
     command = [
         PROGRAM, "run", f"http://{address}/openapi.json", "--checks", ",".join(CHECKS), "--max-examples", EXAMPLES,
-        "--seed", seed, "--phases", "examples,coverage,fuzzing", "--workers", 4, "--request-timeout", 60,
+        "--seed", seed, "--phases", "examples,coverage,fuzzing", "--workers", 4, "--request-timeout", HANG,
         "--no-color", "--continue-on-failure",
     ]  # fmt: skip
     environment = {**os.environ, "HOME": os.fspath(folder)}
@@ -58,7 +60,8 @@ async def test_whatever_its_description_allows_or_forbids_is_answered(
     monkeypatch.setattr("serving.http.http_servers.HANG", 1800)
     caplog.set_level(logging.WARNING)
     options = ServerOptions(model="m", thinking=Thinking.OFF)
-    async with open_server(options=options, sessions=4, limits=ServingLimits(sessions=4, max_waiting=64)) as server:
+    limits = ServingLimits(sessions=4, max_waiting=64)
+    async with open_server(options=options, n_ctx=1024, sessions=4, limits=limits) as server:
         idle = await Idle.now()
         print((await _attack(server.address, seed, tmp_path))[-3000:])
         await idle.again()
