@@ -42,6 +42,8 @@ PROMPT = list(b"In a hole in the ground there lived a hobbit.")
 HANG = 20.0
 #: Short, so that a test need not wait; long enough for a busy machine.
 HANDSHAKE = 1.0
+#: Where it will pass in any case.
+SHORT = 0.4
 TIMEOUTS = Timeouts(reply=20.0, control=20.0, route=30.0)
 
 

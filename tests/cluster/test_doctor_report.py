@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from attrs import evolve
-from cluster.remote_stages import HANDSHAKE, THREE, TWO, Authority, Hosts, impostor, open_hosts
+from cluster.remote_stages import HANDSHAKE, SHORT, THREE, TWO, Authority, Hosts, impostor, open_hosts
 from conversations import seen
 from narrow import as_a, present
 
@@ -50,13 +50,13 @@ async def test_a_healthy_route(policy: LinkPolicy) -> None:
 @pytest.mark.parametrize(
     ("said", "what", "next_step"),
     [
-        (b"", "did not say what it speaks within 1 s", "takes connections and does not answer"),
+        (b"", "did not say what it speaks within 0.4 s", "takes connections and does not answer"),
         (b"SSH-2.0-something or other", "not dgr: its first bytes are", "something else than a stage of this dgr"),
     ],
     ids=["mute", "ssh"],
 )
 async def test_something_that_is_no_stage(said: bytes, what: str, next_step: str) -> None:
-    async with open_hosts() as hosts, impostor(said) as address:
+    async with open_hosts(LinkPolicy(handshake=SHORT)) as hosts, impostor(said) as address:
         problem = await the_problem(hosts, Route((StageRef(address, LayerRange(0, 6)),)))
         assert problem.where == f"stage {address}"
         assert what in problem.what
