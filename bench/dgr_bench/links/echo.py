@@ -76,9 +76,10 @@ def boundary_of(n_tokens: int, session: int = 1) -> frames.Boundary:
 
 
 async def _echo(transport: trio.abc.Stream) -> None:
-    """Send back what comes: first byte ``b`` for bare bytes, ``l`` for a link."""
+    """Send back what comes: first byte ``b`` for bare bytes, ``l`` for a link, which is told again."""
     way = await transport.receive_some(1)
     if way == b"l":
+        await transport.send_all(way)
         async with open_link(transport, _limits_on(transport)) as link:
             async for received in link:
                 await link.send(received.frame, received.payload)
@@ -189,6 +190,7 @@ async def open_echo(transport: str) -> AsyncIterator[Echo]:
 async def open_echo_link(transport: trio.abc.Stream) -> AsyncIterator[Link]:
     """A link to an echo over a stream to it, with credits as between two stages."""
     await transport.send_all(b"l")
+    await transport.receive_some(1)  # nothing of a link's may come before there is one: shared memory would belong to nobody
     async with open_link(transport, _limits_on(transport), credit=LIMITS.under_way) as link:
         yield link
 
