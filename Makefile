@@ -274,10 +274,11 @@ lint: build
 	$(BIN)/lint-imports
 	$(BIN)/clang-format --dry-run -Werror $(filter-out cffi_build/stable_abi/%,$(wildcard cffi_build/*.cpp cffi_build/*.h cffi_build/ctest/*.cpp cffi_build/ctest/*.h cffi_build/ctest/*/*.cpp))
 
-# Strict: a link or an anchor that leads nowhere ends it.
+# Strict: a link or an anchor that leads nowhere ends it, and so does a page that loads something from elsewhere.
 docs: $(DOCS)/.stamp
 	$(DOCS)/bin/python docs/assemble_site.py build/site-source
 	$(DOCS)/bin/zensical build --strict
+	$(DOCS)/bin/python docs/check_site.py build/site
 
 $(DOCS)/.stamp: constraints-docs.txt
 	$(PYTHON) -m venv --clear $(DOCS)

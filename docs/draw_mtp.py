@@ -6,20 +6,16 @@ A block begins with ``<!-- drawn: NAME -->`` and ends with ``<!-- end -->``; wha
 from __future__ import annotations
 
 import re
-import sys
 import tomllib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
+from draw_states import comments, section
 
-from draw_states import comments, section  # noqa: E402 (found through the line above)
-
-from dgr.core.route import LayerRange, parse_split  # noqa: E402
-from dgr.testing.mtp_contract import messages  # noqa: E402
-from dgr.testing.mtp_contract.ownership import (  # noqa: E402
+from dgr.core.route import LayerRange, parse_split
+from dgr.testing.mtp_contract import messages
+from dgr.testing.mtp_contract.ownership import (
     CROSSINGS,
     DUTIES,
     STATE,
@@ -28,10 +24,11 @@ from dgr.testing.mtp_contract.ownership import (  # noqa: E402
     mtp_tensors,
     plane_bytes,
 )
-from dgr.testing.mtp_contract.states import MACHINES  # noqa: E402
-from dgr.v4.hyper_parameters import V4_FLASH  # noqa: E402
-from dgr.v4.state_map import ContextShape, state_map  # noqa: E402
+from dgr.testing.mtp_contract.states import MACHINES
+from dgr.v4.hyper_parameters import V4_FLASH
+from dgr.v4.state_map import ContextShape, state_map
 
+HERE = Path(__file__).resolve().parent
 PAGE = HERE / "mtp-contract.md"
 ANCHORS = HERE.parent / "vendor" / "llama.cpp" / "mtp_anchors.toml"
 #: What each machine is the state of.

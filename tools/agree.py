@@ -47,7 +47,8 @@ def pipeline_logits(model: Path, split: str, tokens: Sequence[int], chunk: int) 
 
     async def run() -> Rows:
         found: dict[int, bytes] = {}
-        context = dgr.ContextParams(n_ctx=max(256, len(tokens)), type_k="f32")
+        # Flash attention rounds K to float16 before it is used, whatever the cache holds.
+        context = dgr.ContextParams(n_ctx=max(256, len(tokens)), type_k="f32", flash_attn=False)
         async with (
             dgr.open_pipeline(model, split, context=context, chunk=chunk) as pipeline,
             pipeline.session() as session,

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from dgr.cli.options import require_extra
 from dgr.cli.progress import progress_bar
 from dgr.core.files.outputs import write_file
 from dgr.core.files.targets import find_target
@@ -101,10 +102,9 @@ def _footer(result: Result | None) -> str:
 
 def _body(text: str, folder: Path) -> tuple[str, str, list[tuple[str, str]]]:
     """The Markdown as HTML, the words of its first heading, and (anchor, words) of the others."""
-    try:
-        from markdown_it import MarkdownIt
-    except ImportError as missing:
-        raise InputError("a page needs markdown-it-py; install it with: pip install 'dgr[bench]'") from missing
+    require_extra("a page", "bench", ["markdown_it"])
+    from markdown_it import MarkdownIt
+
     # No HTML of a report comes through: names of files and messages of stages are in it.
     reader = MarkdownIt("commonmark", {"html": False}).enable("table")
 

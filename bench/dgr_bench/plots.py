@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from attrs import frozen
 
+from dgr.cli.options import require_extra
 from dgr.core.files.outputs import write_file
-from dgr.errors import InputError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes as Axes
@@ -65,14 +65,13 @@ class Plot:
 
 def draw(folder: Path, plots: Iterable[Plot]) -> None:
     """Write every ``plots/STEM.png`` and ``.svg``. Raises :class:`~dgr.errors.InputError` where matplotlib is missing."""
-    try:
-        import matplotlib as mpl
+    require_extra("plots", "bench", ["matplotlib", "PIL"])
+    import matplotlib as mpl
 
-        mpl.use("Agg")
-        import matplotlib.pyplot as plt
-        from PIL import Image
-    except ImportError as missing:
-        raise InputError("plots need matplotlib; install it with: pip install 'dgr[bench]'") from missing
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+    from PIL import Image
+
     (folder / "plots").mkdir(exist_ok=True)
     for plot in plots:
         with mpl.rc_context(_STYLE):

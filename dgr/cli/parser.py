@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from typing import NoReturn
+from difflib import get_close_matches
+from typing import Any, NoReturn
 
 from dgr.cli.exit_codes import BAD_INPUT
 from dgr.cli.streams import tell
@@ -13,6 +14,15 @@ __all__ = ["CommandParser"]
 
 class CommandParser(argparse.ArgumentParser):
     """Says what is wrong and what to do, and repeats no control character; argparse makes those of commands of it too."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As argparse's; what a command does not know is told by that command, and not by the program without its name."""
+        known, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            near = get_close_matches(unknown[0].partition("=")[0], self._option_string_actions, n=1)
+            meant = f"; did you mean {near[0]}?" if near and unknown[0].startswith("-") else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{meant}")
+        return known, unknown
 
     def error(self, message: str) -> NoReturn:
         tell(

@@ -233,7 +233,7 @@ async def _drain(shard: Shard, seconds: float, signals: AsyncIterator[int]) -> N
         async with open_nursery() as nursery:
 
             async def empty() -> None:
-                while shard.statistics().sessions:  # noqa: ASYNC110
+                while shard.statistics().sessions:  # noqa: ASYNC110 (a shard's figures tell nobody)
                     await trio.sleep(_LOOK)
                 nursery.cancel_scope.cancel()
 

@@ -78,7 +78,8 @@ class LocalCluster:
         self._starting.add(name)
         try:
             async with cancelled_first():
-                return await self._nursery.start(self._run, name, engine, policy)  # type: ignore[no-any-return]
+                shard: Shard = await self._nursery.start(self._run, name, engine, policy)
+                return shard
         finally:
             self._starting.discard(name)
 

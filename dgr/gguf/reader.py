@@ -201,8 +201,8 @@ class _Reader:
 
     def scalar(self, kind: ValueType, what: str) -> int | float | bool:
         begin = self.need(_SIZES[kind], what)
-        (value,) = struct.unpack_from("<" + SCALAR_FORMATS[kind], self._buffer, begin)
-        return value  # type: ignore[no-any-return]
+        value: int | float | bool = struct.unpack_from("<" + SCALAR_FORMATS[kind], self._buffer, begin)[0]
+        return value
 
     def integer(self, kind: ValueType, what: str) -> int:
         return int(self.scalar(kind, what))

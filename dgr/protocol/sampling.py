@@ -11,6 +11,7 @@ import operator
 import re
 import struct
 from functools import lru_cache
+from typing import Any
 
 import msgspec
 
@@ -48,12 +49,12 @@ def check_sampling(params: SamplingParams, n_vocab: int) -> SamplingParams:
     return sampling
 
 
-def _plain(name: str, value: object) -> int | float:
+def _plain(name: str, value: Any) -> int | float:
     """A number of any type (numpy's too) as Python's own."""
     try:
         if isinstance(value, bool | str | bytes | bytearray):
             raise TypeError
-        return float(value) if name in _FLOATS else operator.index(value)  # type: ignore[arg-type]
+        return float(value) if name in _FLOATS else operator.index(value)
     except (TypeError, ValueError, OverflowError):
         kind = "a number" if name in _FLOATS else "a whole number"
         raise InputError(f"sampling parameters are refused: {name} is {value!r}; give {kind}") from None

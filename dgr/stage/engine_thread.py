@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import trio
 from attrs import define
@@ -53,7 +53,7 @@ class EngineThread:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._calls: SimpleQueue[_Call[object] | None] = SimpleQueue()
+        self._calls: SimpleQueue[_Call[Any] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._stopped = False
 
@@ -74,7 +74,7 @@ class EngineThread:
             self._thread = thread
         results: list[T] = []
         call = _Call(function, trio.lowlevel.current_task(), trio.lowlevel.current_trio_token(), results, then)
-        self._calls.put(call)  # type: ignore[arg-type]
+        self._calls.put(call)
         await trio.lowlevel.wait_task_rescheduled(lambda _: trio.lowlevel.Abort.FAILED)
         if call.error is not None:
             error, call.error = call.error, None  # no cycle of error, traceback, frame and call

@@ -117,7 +117,7 @@ def _bound() -> None:
     space = psutil.Process().memory_info().vms + _MORE_SPACE
     resource.setrlimit(resource.RLIMIT_AS, (space, space))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    setattr(inputs, "_PATIENCE", _SILENCE)  # noqa: B010
+    setattr(inputs, "_PATIENCE", _SILENCE)  # noqa: B010 (a constant of a module)
 
 
 def _child(base: Path, args: argparse.Namespace) -> None:

@@ -20,7 +20,7 @@ async def until(condition: Callable[[], object], seconds: float = 20.0, what: st
     Raises :class:`~dgr.errors.DeadlineExceeded` naming ``what`` after ``seconds``: a guard against hanging.
     """
     with trio.move_on_after(seconds):
-        while not condition():  # noqa: ASYNC110
+        while not condition():  # noqa: ASYNC110 (what it is for)
             await trio.sleep(_PAUSE)
         return
     raise DeadlineExceeded(f"{what} did not come within {seconds:g} s")

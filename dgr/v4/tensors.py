@@ -6,6 +6,7 @@ Shapes are ``ne``, fastest dimension first, as GGUF and ggml write them. Source 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from enum import Enum, auto
 
@@ -87,10 +88,7 @@ class TensorSpec:
 
     @property
     def n_elements(self) -> int:
-        n = 1
-        for dim in self.ne:
-            n *= dim
-        return n
+        return math.prod(self.ne)
 
 
 def _trimmed(ne: Sequence[int]) -> tuple[int, ...]:

@@ -23,8 +23,10 @@ __all__ = ["PacketStream", "Take", "packet_stream", "send_parts", "stream_errors
 
 #: Read size; larger reads are several times slower through TLS.
 _READ = 65536
-#: Bytes that are read where no payload's are known to come, and behind the rest of a fragment: headers and messages.
+#: Bytes that are read between fragments and behind the rest of one: headers and messages.
 _BETWEEN = 4096
+#: Bytes that are read where nothing is under way: a token's frame is one read then, and copied once.
+_FIRST = 65536 + _BETWEEN
 #: Largest fragment that is copied to be written together with its headers: one boundary of a decoded token. A write of its
 #: own for every header would cost a system call here, a packet on the wire and a wake-up on the other side.
 _JOINED = 65536
@@ -143,7 +145,8 @@ class _SocketStream:
 
     def __init__(self, transport: trio.SocketStream) -> None:
         self._socket = transport.socket
-        self._between = memoryview(bytearray(_BETWEEN))
+        self._first = memoryview(bytearray(_FIRST))
+        self._between = self._first[:_BETWEEN]
 
     def send_nowait(self, head: bytes, body: memoryview | None) -> tuple[bytes, memoryview | None] | None:
         if body is not None and body.nbytes > _AT_ONCE:
@@ -168,8 +171,9 @@ class _SocketStream:
             room = framer.room
         with stream_errors():
             if room is None:
-                came = await self._socket.recv_into(self._between)
-                rest = self._between[:came]
+                buffer = self._between if framer.pending else self._first
+                came = await self._socket.recv_into(buffer)
+                rest = buffer[:came]
             else:
                 came = (await self._socket.recvmsg_into([room, self._between]))[0]
                 placed = min(came, room.nbytes)

@@ -7,6 +7,7 @@ Processes of one user on one host have ``unix:/PATH`` (:mod:`dgr.wire.samehost`)
 from __future__ import annotations
 
 import contextlib
+import errno
 import ipaddress
 import re
 import socket
@@ -35,6 +36,7 @@ __all__ = [
     "parse_address",
     "peer_expiry",
     "peer_names",
+    "refused_listener",
 ]
 
 Transport: TypeAlias = "trio.SocketStream | trio.SSLStream[trio.SocketStream] | SharedStream"
@@ -116,6 +118,16 @@ def check_plain(host: str, credentials: Credentials | None, allow_plain: bool) -
         )
 
 
+def refused_listener(address: str, error: OSError) -> InputError:
+    """What to say of a place where nothing can listen."""
+    known = {
+        errno.EADDRINUSE: "; end what listens there, or give another port (0: any that is free)",
+        errno.EADDRNOTAVAIL: "; give an address of this host",
+        errno.EACCES: "; give a port from 1024 on",
+    }
+    return InputError(f"cannot listen on {address}: {error.strerror or error}{known.get(error.errno or 0, '')}")
+
+
 async def listen(
     address: str, *, credentials: Credentials | None, allow_plain: bool = False
 ) -> list[trio.SocketListener]:
@@ -133,7 +145,7 @@ async def listen(
     try:
         listeners = await trio.open_tcp_listeners(port, host=host)
     except OSError as error:
-        raise InputError(f"cannot listen on {address}: {error}") from error
+        raise refused_listener(address, error) from error
     if port == 0:
         for listener in listeners[1:]:
             await listener.aclose()

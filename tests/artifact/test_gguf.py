@@ -273,7 +273,7 @@ def damaged(raw: bytes, changes: list[tuple[str, int, bytes]]) -> bytes:
     return raw
 
 
-@settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_fuzzed_headers_only_ever_raise_artifact_errors(build_gguf: Build, tmp_path: Path, data: st.DataObject) -> None:
     tensors = [("one", (4, 2), F32, 0), ("two", (32,), int(GgmlType.Q8_0), 32)]
@@ -289,7 +289,7 @@ def test_fuzzed_headers_only_ever_raise_artifact_errors(build_gguf: Build, tmp_p
     assert all(tensor.offset + tensor.n_bytes <= file.file_bytes for tensor in file.tensors.values())
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=75, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_fuzzed_models_only_ever_raise_artifact_errors(min_mixed: Path, tmp_path: Path, data: st.DataObject) -> None:
     raw = min_mixed.read_bytes()

@@ -244,12 +244,15 @@ def test_a_file_that_was_just_changed_is_not_recorded(
     """Within one tick of the file system's clock two contents have one time of change."""
     os.utime(old, (5, 5))
     changed = old.stat().st_ctime
+    slept: list[float] = []
     monkeypatch.setattr(digests, "_now", lambda: changed + after)
+    monkeypatch.setattr(digests, "_sleep", slept.append)
     assert Artifact.open(old).identity
     assert known_digests(read_gguf(old)) == {}
     assert caplog.records == []
     monkeypatch.setattr(digests, "_COSTLY", 1000)
     assert Artifact.open(old).identity
+    assert slept == pytest.approx([] if after < 0 else [2 - after])
     assert re.search(r"old.gguf are not kept \(it was changed just now.*the next start reads .*iB again", caplog.text)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from importlib.metadata import version
 from pathlib import Path
 
@@ -58,6 +60,15 @@ def test_a_wrong_command_line_is_bad_input(arguments: list[str], capsys: pytest.
     said, step = capsys.readouterr().err.splitlines()
     assert said.startswith("dgr-bench")
     assert "--help` lists what it takes" in step
+
+
+def test_without_its_extra_it_says_so() -> None:
+    program = "import sys; sys.modules['tqdm'] = None; import dgr_bench; sys.exit(dgr_bench.main(['schema']))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    said, step = done.stderr.splitlines()
+    assert said == "dgr-bench: error: it needs tqdm, which is not there"
+    assert "pip install '.[bench]'" in step
 
 
 @pytest.mark.parametrize("command", ["verify", "compare"])

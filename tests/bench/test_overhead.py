@@ -19,10 +19,11 @@ from dgr_bench.links import hops
 from dgr_bench.links.hops import Hops
 from dgr_bench.overhead import command as overhead
 from dgr_bench.overhead.command import Overhead
-from dgr_bench.overhead.comparisons import OverheadPlan, comparisons, decode_seconds, prefill_seconds
+from dgr_bench.overhead.comparisons import OverheadPlan, comparisons
 from dgr_bench.overhead.ratios import Comparison, Timed
 from dgr_bench.quartiles import quartiles_of
 from dgr_bench.results import Journal
+from dgr_bench.timed import decode_seconds, prefill_seconds
 from dgr_bench.verdicts import Goal
 
 GOAL = Goal("at least", 0.97)

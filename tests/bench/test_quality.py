@@ -50,6 +50,8 @@ def test_what_promises_no_bits_has_a_distance(units: dict[str, Any]) -> None:
         ours, theirs = ([one["digest"] for one in units[f"quality/{way}"]["recalled"]] for way in (name, REFERENCE))
         assert ours != theirs, name
         assert rows[name]["same_top"] > 0.5, name
+    for name in ("K f32, no flash attention", "K f16, no flash attention", "wire bf16"):
+        assert rows[name]["divergence"]["max"] > 0, name  # of what is far below the choice of the indexer
     assert rows["weights mixed"]["divergence"]["max"] > 0
 
 

@@ -98,9 +98,10 @@ class SimThread:
     async def run(self, function: Callable[[], T], then: Callable[[T], None] | None = None) -> T:
         await trio.lowlevel.checkpoint_if_cancelled()
         SimThread.due = None
-        result, failure = None, None
+        results: list[T] = []
+        failure = None
         try:
-            result = function()
+            results.append(function())
         except Exception as error:
             failure = error
         due, SimThread.due = SimThread.due, None
@@ -115,8 +116,8 @@ class SimThread:
             finally:
                 failure = None
         if then is not None:
-            then(result)  # type: ignore[arg-type]
-        return result  # type: ignore[return-value]
+            then(results[0])
+        return results[0]
 
     def stop(self) -> None:
         """There is no thread."""

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import trio
-from cancel_at import CancelAt
+from cancel_at import cancelled_at
 from chaos.public_api import MODULES, waiting_calls
 from cluster.remote_stages import Hosts, open_hosts
 from conversations import reference, take
@@ -211,14 +211,9 @@ async def at_every_step(call: Call, stride: int, first: int = 1) -> int:
         while reached:
             async with offline.pipeline.session() as session:
                 await session.prefill(PROMPT)
-                with trio.CancelScope() as scope:
-                    killer = CancelAt(step, scope)
-                    trio.lowlevel.add_instrument(killer)
-                    try:
-                        await call(offline, session)
-                    finally:
-                        trio.lowlevel.remove_instrument(killer)
-                reached = killer.left <= 0
+                with cancelled_at(step) as killer:
+                    await call(offline, session)
+                reached = killer.reached
                 said = await take(session.generate(transcript=[*PROMPT, 9], max_tokens=2, stop=()))
                 assert said == reference([*PROMPT, 9], 2), f"cancelled at step {step}"
             await settled(offline)
@@ -297,14 +292,9 @@ async def test_open_route_is_cancelled(tmp_path: Path, stride: int) -> None:
     while reached:  # a guard against hanging for each of many parts
         async with _routed(tmp_path) as (hosts, file):
             for _ in range(100):
-                with trio.CancelScope() as scope:
-                    killer = CancelAt(step, scope)
-                    trio.lowlevel.add_instrument(killer)
-                    try:
-                        await _open_route(file)
-                    finally:
-                        trio.lowlevel.remove_instrument(killer)
-                reached = killer.left <= 0
+                with cancelled_at(step) as killer:
+                    await _open_route(file)
+                reached = killer.reached
                 await hosts.assert_empty()
                 step += stride
                 if not reached:
@@ -460,15 +450,10 @@ async def test_open_pipeline_is_cancelled(small: Path) -> None:
     context = dgr.ContextParams(n_ctx=128, n_batch=32, n_ubatch=32, n_seq_max=2)
     step, reached = 1, True
     while reached:
-        with trio.CancelScope() as scope:
-            killer = CancelAt(step, scope)
-            trio.lowlevel.add_instrument(killer)
-            try:
-                async with dgr.open_pipeline(small, "0:3,3:7", context=context) as pipeline, pipeline.session() as one:
-                    await take(one.generate(PROMPT, max_tokens=1, stop=()))
-            finally:
-                trio.lowlevel.remove_instrument(killer)
-        reached = killer.left <= 0
+        with cancelled_at(step) as killer:
+            async with dgr.open_pipeline(small, "0:3,3:7", context=context) as pipeline, pipeline.session() as one:
+                await take(one.generate(PROMPT, max_tokens=1, stop=()))
+        reached = killer.reached
         await until(lambda: not engine_threads(), what="the end of every engine's thread")
         step += 1
     assert step > 50

@@ -89,7 +89,7 @@ def ended(pid: int, out: Path) -> Ended:
 def _as_the_interpreter_would(
     argv: Sequence[object], closed: Sequence[int], encoding: str, entry: Callable[[list[str]], int]
 ) -> int:
-    sys.stdin = None if 0 in closed else open(0, encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115
+    sys.stdin = None if 0 in closed else open(0, encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115 (it stays)
     for descriptor, name, errors in ((1, "stdout", "strict"), (2, "stderr", "backslashreplace")):
         stream = None
         if descriptor not in closed:

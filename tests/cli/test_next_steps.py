@@ -76,6 +76,13 @@ def test_every_command_refuses_arguments_in_two_lines(
     assert "\x1b" not in said
 
 
+def test_a_flag_that_a_command_lacks_is_told_by_that_command(run: Callable[..., Result]) -> None:
+    said, step = run("generate", "--modle", "x.gguf", "--prompt", "x").err.splitlines()
+    assert said == "dgr generate: error: unrecognized arguments: --modle x.gguf; did you mean --model?"
+    assert "`dgr generate --help`" in step
+    assert run("doctor", "route.toml").err.splitlines()[0] == "dgr doctor: error: unrecognized arguments: route.toml"
+
+
 def test_the_steps_that_commands_name_are_commands(run: Callable[..., Result]) -> None:
     known = {parser.prog.split()[-1] for parser in commands(_parser())}
     for error in ERRORS:

@@ -97,7 +97,7 @@ async def test_an_event_loop_that_stands_still_gives_no_sign(asked: Manager, mon
         await trio.testing.wait_all_tasks_blocked()
         asked.listen()
         asked.heard.clear()
-        time.sleep(0.1)  # noqa: ASYNC251 - that is the point
+        time.sleep(0.1)  # noqa: ASYNC251 (that is the point)
         asked.listen()
         assert asked.heard == []
         await trio.sleep(0.02)

@@ -119,7 +119,7 @@ def test_a_port_that_is_taken_is_told_before_the_model_is_read(run: Callable[...
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         result = run("stage", tmp_path / "none.gguf", "--layers", "0:7", "--listen", address)
     assert result.code == 2
-    assert f"cannot listen on {address}" in result.err
+    assert f"cannot listen on {address}: Address already in use; end what listens there" in result.err
 
 
 def test_a_ready_stage_says_what_it_is(stages: Callable[..., list[Stage]], small: Path) -> None:

@@ -42,6 +42,8 @@ PROMPT = list(b"In a hole in the ground there lived a hobbit.")
 HANG = 20.0
 #: Short, so that a test need not wait; long enough for a busy machine.
 HANDSHAKE = 1.0
+#: Where it will pass in any case.
+SHORT = 0.4
 TIMEOUTS = Timeouts(reply=20.0, control=20.0, route=30.0)
 
 
@@ -318,6 +320,22 @@ async def read_to_end(stream: trio.abc.ReceiveStream) -> bytes:
     except trio.BrokenResourceError:
         pass
     return bytes(data)
+
+
+@asynccontextmanager
+async def impostor(said: bytes) -> AsyncIterator[str]:
+    """Something that listens, says ``said`` to whoever comes, and no more."""
+
+    async def talk(stream: trio.SocketStream) -> None:
+        async with stream:
+            await stream.send_all(said)
+            await read_to_end(stream)
+
+    (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(trio.serve_listeners, talk, [listener])
+        yield f"127.0.0.1:{listener.socket.getsockname()[1]}"
+        nursery.cancel_scope.cancel()
 
 
 async def failure(action: Callable[[], Awaitable[object]]) -> DgrError:

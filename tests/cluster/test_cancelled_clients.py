@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-import trio
-from cancel_at import CancelAt
+from cancel_at import cancelled_at
 from cluster.remote_stages import TWO, answer_of, open_hosts, reference
 
 from dgr.cluster.connect import LinkPolicy
@@ -26,15 +25,10 @@ async def _cancel_everywhere(policy: LinkPolicy, stride: int) -> int:
         before = _open_files()
         step, reached = 1, True
         while reached:
-            with trio.CancelScope() as scope:
-                killer = CancelAt(step, scope)
-                trio.lowlevel.add_instrument(killer)
-                try:
-                    async with hosts.pipeline(stages) as pipeline:
-                        assert await answer_of(pipeline, count=2) == reference(count=2)
-                finally:
-                    trio.lowlevel.remove_instrument(killer)
-            reached = killer.left <= 0
+            with cancelled_at(step) as killer:
+                async with hosts.pipeline(stages) as pipeline:
+                    assert await answer_of(pipeline, count=2) == reference(count=2)
+            reached = killer.reached
             await hosts.assert_empty()
             assert _open_files() <= before, f"cancelled at step {step}"
             step += stride

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import ssl
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-import trio
 from attrs import evolve
-from cluster.remote_stages import HANDSHAKE, THREE, TWO, Authority, Hosts, open_hosts, read_to_end
+from cluster.remote_stages import HANDSHAKE, SHORT, THREE, TWO, Authority, Hosts, impostor, open_hosts
 from conversations import seen
 from narrow import as_a, present
 
@@ -35,22 +32,6 @@ async def the_problem(hosts: Hosts, route: Route) -> doctor.Problem:
     return problem
 
 
-@asynccontextmanager
-async def something_else(said: bytes) -> AsyncIterator[StageRef]:
-    """What listens where a stage should be."""
-
-    async def talk(stream: trio.SocketStream) -> None:
-        async with stream:
-            await stream.send_all(said)
-            await read_to_end(stream)
-
-    (listener,) = await trio.open_tcp_listeners(0, host="127.0.0.1")
-    async with trio.open_nursery() as nursery:
-        nursery.start_soon(trio.serve_listeners, talk, [listener])
-        yield StageRef(f"127.0.0.1:{listener.socket.getsockname()[1]}", LayerRange(0, 6))
-        nursery.cancel_scope.cancel()
-
-
 async def test_a_healthy_route(policy: LinkPolicy) -> None:
     async with open_hosts(policy) as hosts:
         stages = await hosts.start_all(THREE)
@@ -69,15 +50,15 @@ async def test_a_healthy_route(policy: LinkPolicy) -> None:
 @pytest.mark.parametrize(
     ("said", "what", "next_step"),
     [
-        (b"", "did not say what it speaks within 1 s", "takes connections and does not answer"),
+        (b"", "did not say what it speaks within 0.4 s", "takes connections and does not answer"),
         (b"SSH-2.0-something or other", "not dgr: its first bytes are", "something else than a stage of this dgr"),
     ],
     ids=["mute", "ssh"],
 )
 async def test_something_that_is_no_stage(said: bytes, what: str, next_step: str) -> None:
-    async with open_hosts() as hosts, something_else(said) as ref:
-        problem = await the_problem(hosts, Route((ref,)))
-        assert problem.where == f"stage {ref.address}"
+    async with open_hosts(LinkPolicy(handshake=SHORT)) as hosts, impostor(said) as address:
+        problem = await the_problem(hosts, Route((StageRef(address, LayerRange(0, 6)),)))
+        assert problem.where == f"stage {address}"
         assert what in problem.what
         assert next_step in problem.next_step
 

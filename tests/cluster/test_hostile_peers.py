@@ -271,7 +271,7 @@ async def _flood(host: Host, link: Link, flood: Iterator[frames.Frame], *, but: 
     async def send() -> None:
         for frame in flood:
             while len(link._outbox.control) > 1000:
-                await trio.sleep(0)  # noqa: ASYNC115
+                await trio.lowlevel.checkpoint()
                 link._check_open()
             link.send_nowait(frame)
         raise AssertionError("the stage took the whole flood")

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -215,8 +216,8 @@ async def test_a_frozen_stage(
             record_property,
         )
         # One that does not thaw is killed by whoever watches it, and starts again.
-        freeze = lambda: os.kill(pid, signal.SIGSTOP)  # noqa: E731
-        text, loss = await disturb(pipeline, prompt(LONG), LATE, freeze, kill(up, address))
+        freezing = partial(os.kill, pid, signal.SIGSTOP)
+        text, loss = await disturb(pipeline, prompt(LONG), LATE, freezing, kill(up, address))
         assert text == expected(LONG)
         record_property("frozen, then killed", loss)
         await up.ready(address, 2)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import trio
-from cluster.remote_stages import HANDSHAKE, Host, denied, identity, open_hosts
+from cluster.remote_stages import SHORT, Host, denied, identity, open_hosts
 
 from dgr.cli.logs import _OneLine, _RefusedConnections
 from dgr.cluster import visitors
@@ -64,11 +64,11 @@ async def test_strangers_of_one_host_have_one_warning(policy: LinkPolicy, caplog
 
 
 async def test_one_that_says_nothing_is_given_up_within_the_deadline(caplog: pytest.LogCaptureFixture) -> None:
-    async with open_hosts() as hosts:
+    async with open_hosts(LinkPolicy(handshake=SHORT)) as hosts:
         whole = await hosts.start("0:6")
         async with await trio.open_tcp_stream(*parse_address(whole.address)):
             await until(lambda: whole.server.statistics().refused == 1)
-        assert [f"said nothing within {HANDSHAKE:g} s" in said for said in warnings(caplog)] == [True]
+        assert [f"said nothing within {SHORT:g} s" in said for said in warnings(caplog)] == [True]
 
 
 async def test_what_was_kept_back_is_counted(caplog: pytest.LogCaptureFixture, autojump_clock: trio.abc.Clock) -> None:

@@ -18,6 +18,8 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+#: The model that has learned is part of the package.
+LEARNED = "dgr/selftest/learned/model.gguf"
 PACKAGES = ROOT / "build" / "wheel" / "packages"
 #: What x86-64-v3 has, in ggml's names: a portable wheel needs no more.
 V3 = {"SSE3", "SSSE3", "AVX", "AVX2", "F16C", "FMA", "BMI2"}
@@ -82,7 +84,7 @@ def test_the_wheel_holds_the_product_its_types_and_its_licences() -> None:
         names = [name for name in archive.namelist() if not name.endswith("/")]
         info = next(name for name in names if name.endswith(".dist-info/METADATA"))
         metadata = archive.read(info).decode()
-    assert {"dgr/py.typed", "dgr_bench/py.typed"} <= set(names)
+    assert {"dgr/py.typed", "dgr_bench/py.typed", LEARNED} <= set(names)
     assert [name for name in names if name.endswith(".so")] == ["dgr/engine/_native.abi3.so"]
     assert {Path(name).name for name in names if "/licenses/" in name} == {"LICENSE", "NOTICE.md"}
     assert not [name for name in names if not re.match(r"dgr/|dgr_bench/|dgr-[\d.]+\.dist-info/", name)]
@@ -198,7 +200,8 @@ def test_the_sdist_holds_what_a_build_needs_and_no_more() -> None:
     with tarfile.open(made("*.tar.gz")) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
     assert {"pyproject.toml", "LICENSE", "NOTICE.md", "cffi_build/llama_cpp.py", "vendor/llama.cpp/pin.toml"} <= names
-    assert not [name for name in names if re.match(r"\.ci/|\.scratch/|build/|dist/|.*\.so$|.*\.gguf$", name)]
+    left_out = re.compile(r"\.cache/|\.ci/|\.scratch/|build/|dist/|keys/|.*\.key$|.*\.so$|.*\.gguf$")
+    assert [name for name in names if left_out.match(name)] == [LEARNED], "no model but the one that ships"
 
 
 @pytest.fixture(scope="module")

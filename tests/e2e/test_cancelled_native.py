@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import trio
-from cancel_at import CancelAt
+from cancel_at import cancelled_at
 
 import dgr
 from dgr.core.values import ContextParams
@@ -21,16 +21,11 @@ _FILES = Path("/proc/self/fd")
 
 async def _live(model: Path, step: int) -> bool:
     """Open, prefill, decode and close, cancelled at a step; gives whether there was such a step."""
-    with trio.CancelScope() as scope:
-        killer = CancelAt(step, scope)
-        trio.lowlevel.add_instrument(killer)
-        try:
-            async with dgr.open_pipeline(model, SPLIT, context=CONTEXT) as pipeline, pipeline.session() as session:
-                async for _ in session.generate(list(range(70)), max_tokens=2, stop=()):
-                    pass
-        finally:
-            trio.lowlevel.remove_instrument(killer)
-    return killer.left <= 0
+    with cancelled_at(step) as killer:
+        async with dgr.open_pipeline(model, SPLIT, context=CONTEXT) as pipeline, pipeline.session() as session:
+            async for _ in session.generate(list(range(70)), max_tokens=2, stop=()):
+                pass
+    return killer.reached
 
 
 def _held() -> tuple[set[threading.Thread], int]:
@@ -51,9 +46,9 @@ def _cancel_everywhere(model: Path, first: int, stride: int) -> int:
 
 @pytest.mark.slow
 def test_a_cancelled_pipeline_leaves_nothing(small: Path) -> None:
-    assert _cancel_everywhere(small, 20, 53) > 150
+    assert _cancel_everywhere(small, 3, 7) > 150
 
 
-@pytest.mark.slow
+@pytest.mark.chaos
 def test_a_cancelled_pipeline_leaves_nothing_at_any_step(small: Path) -> None:
     assert _cancel_everywhere(small, 1, 1) > 150

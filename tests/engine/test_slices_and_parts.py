@@ -136,8 +136,7 @@ def test_parts_equal_the_one_file(
         assert_same_stages(engines, passes, prompt(140))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mmap", [False, True], ids=["read", "mmap"])
+@pytest.mark.parametrize("mmap", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["read", "mmap"])
 def test_a_stage_needs_only_the_parts_that_hold_its_tensors(
     parts: Path, whole: Artifact, passes: list[list[Output]], prompt: Prompt, tmp_path: Path, mmap: bool
 ) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from scripts import loaded
 
 VENDOR = Path(__file__).parents[2] / "vendor" / "llama.cpp"
 SCRIPT = VENDOR / "check_mtp_anchors.py"
@@ -35,18 +36,7 @@ says = "There is a four."
 
 @pytest.fixture(scope="module")
 def script() -> ModuleType:
-    import importlib.util
-
-    spec = importlib.util.spec_from_file_location("check_mtp_anchors", SCRIPT)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look there
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        del sys.modules[spec.name]
-    return module
+    return loaded(SCRIPT)
 
 
 @pytest.fixture

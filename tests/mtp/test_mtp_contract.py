@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
-import sys
 import tomllib
 import typing
 from pathlib import Path
@@ -13,6 +11,7 @@ from typing import Annotated, Any
 
 import msgspec
 import pytest
+from scripts import loaded
 
 from dgr.core import values
 from dgr.core.mtp import CAPABILITY, CONTRACT, DOCUMENT, RESERVED
@@ -206,17 +205,7 @@ def test_the_bytes_of_v4_flash() -> None:
 
 @pytest.fixture(scope="module")
 def drawing() -> ModuleType:
-    path = REPOSITORY / "docs" / "draw_mtp.py"
-    spec = importlib.util.spec_from_file_location("draw_mtp", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    before = list(sys.path)
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        sys.path[:] = before
-    return module
+    return loaded(REPOSITORY / "docs/draw_mtp.py")
 
 
 def test_the_document_is_what_the_model_says(drawing: ModuleType) -> None:

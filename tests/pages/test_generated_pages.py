@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import inspect
 import re
 import typing
 import xml.etree.ElementTree as ET
 from pathlib import Path
-from types import ModuleType
 
 import msgspec
 import pytest
 from pages.reading import ROOT, anchors
+from scripts import loaded
 
 import dgr
 import dgr.errors
@@ -23,15 +22,6 @@ from dgr.wire.frames import Frame
 #: Tested where their tables are: states in tests/protocol, the MTP contract in tests/mtp.
 ELSEWHERE = {"draw_states", "draw_mtp"}
 SCRIPTS = [path for path in sorted((ROOT / "docs").glob("draw_*.py")) if path.stem not in ELSEWHERE]
-
-
-def loaded(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)

@@ -25,7 +25,7 @@ from dgr.serving import blocking
 from dgr.serving.engine import Job, ServingLimits, open_serving
 from dgr.testing import EngineContract, FakeEngine, FakeModel, open_fake_pipeline
 
-_HTTP = re.compile(r"^import (openai|anthropic)$", re.MULTILINE)
+_HTTP = re.compile(r"^import (openai|anthropic)\b", re.MULTILINE)
 FOUND = [block for block in blocks("python") if not _HTTP.search(block.code)]
 
 

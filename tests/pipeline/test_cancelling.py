@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine, Iterator
 
 import pytest
 import trio
-from cancel_at import CancelAt
+from cancel_at import CancelAt, cancelled_at
 from conversations import reference, take
 from pipeline.harness import CONTEXT, THREE, TWO, Stages, open_stages
 
@@ -48,7 +48,7 @@ def at_every_step(life: Callable[[Callable[[], None]], Coroutine[None, None, Non
                 await life(begin)
             finally:
                 trio.lowlevel.remove_instrument(killer)
-        return killer.left <= 0
+        return killer.reached
 
     before = engine_threads()
     step = 1
@@ -135,17 +135,12 @@ def test_a_cancelled_turn_leaves_a_session_that_goes_on() -> None:
 
     async def live(begin: Callable[[], None]) -> None:
         async with open_stages(TWO) as stages, stages.pipeline(TWO) as pipeline, pipeline.session() as session:
-            with trio.CancelScope() as scope:
-                killer = CancelAt(step, scope)
-                trio.lowlevel.add_instrument(killer)
-                try:
-                    await take(session.generate(PROMPT, max_tokens=3))
-                finally:
-                    trio.lowlevel.remove_instrument(killer)
+            with cancelled_at(step) as killer:
+                await take(session.generate(PROMPT, max_tokens=3))
             answer = await take(session.generate(transcript=PROMPT, max_tokens=3))
             assert answer == reference(PROMPT, 3)
             nonlocal reached
-            reached = killer.left <= 0
+            reached = killer.reached
 
     while reached:
         trio.run(live, lambda: None)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import trio
-from cancel_at import CancelAt
+from cancel_at import cancelled_at
 from conversations import held, reference, seen, take
 from msgspec.structs import replace
 from narrow import only
@@ -411,15 +411,10 @@ def test_cancelled_at_any_step_a_fork_leaves_both_in_order(engine: type[FakeEngi
                 await stages.start(name, engine(LayerRange.parse(name), CONTEXT))
             async with stages.pipeline(TWO) as pipeline, pipeline.session() as session:
                 await session.prefill(PROMPT)
-                with trio.CancelScope() as scope:
-                    killer = CancelAt(step, scope)
-                    trio.lowlevel.add_instrument(killer)
-                    try:
-                        async with session.fork() as other:
-                            await take(other.generate([1], max_tokens=1))
-                    finally:
-                        trio.lowlevel.remove_instrument(killer)
-                reached = killer.left <= 0
+                with cancelled_at(step) as killer:
+                    async with session.fork() as other:
+                        await take(other.generate([1], max_tokens=1))
+                reached = killer.reached
                 assert pipeline.statistics().sessions == 1
                 assert session.committed == len(PROMPT)
                 before = stages.tokens_run(TWO)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 from narrow import members
+from scripts import loaded
 
 from dgr.core.state_machine import InvalidTransition, StateMachine
 from dgr.protocol import states
@@ -98,12 +98,7 @@ def test_there_is_no_way_to_end_a_session_twice_or_to_work_a_poisoned_one() -> N
 
 @pytest.fixture
 def drawing() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("draw_states", DRAWING)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return loaded(DRAWING)
 
 
 def test_the_page_of_diagrams_is_up_to_date(drawing: ModuleType) -> None:

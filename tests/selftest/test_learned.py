@@ -130,13 +130,14 @@ def test_a_byte_is_a_token() -> None:
 # --- what it has learned ---
 
 
-def test_it_recalls_through_stages_and_prefers_english() -> None:
+@pytest.mark.parametrize("kind", Kind)
+def test_it_recalls_through_stages_and_prefers_english(kind: Kind) -> None:
     """Far beyond the window, where a stage's compressed rows alone can tell; chance is one in 26."""
     path = cached_learned("f32")
     hp = Artifact.open(path).hp
     split = f"0:2,2:3,3:{hp.n_layers}"
     context = replace(dgr.ContextParams(), n_ctx=2048, n_batch=128, n_ubatch=128)
-    recital = make_recital(Kind.PAIR, 296, held_out_text(), 5)
+    recital = make_recital(kind, 1000, held_out_text(), 5)
     found: dict[int, bytes] = {}
 
     async def run() -> int:
@@ -148,9 +149,9 @@ def test_it_recalls_through_stages_and_prefers_english() -> None:
     n_vocab = trio.run(run)
     rows = np.frombuffer(b"".join(found[at] for at in sorted(found)), np.float32).reshape(-1, n_vocab)
     right = sum(int(rows[one.asked_at].argmax()) == one.answer for one in recital.questions)
-    assert right >= len(recital.questions) / 2
+    assert right >= 0.75 * len(recital.questions)
     wanted = np.array(recital.tokens[1:])
     text = np.isin(wanted, as_tokens(b"etaoinshrdlu "))
     logits = rows[:-1].astype(np.float64)
     told = logits[np.arange(len(wanted)), wanted] - np.log(np.exp(logits).sum(axis=1))
-    assert -told[text].mean() / np.log(2) < 4  # eight bits a byte would be nothing learned
+    assert -told[text].mean() / np.log(2) < 2.5  # eight bits a byte would be nothing learned

@@ -9,7 +9,7 @@ from functools import cache
 
 import pytest
 import trio
-from cancel_at import CancelAt
+from cancel_at import cancelled_at
 from msgspec.structs import replace
 from trio.testing import MockClock, wait_all_tasks_blocked
 
@@ -299,14 +299,9 @@ async def test_a_prompt_that_was_left_in_prefill_is_gone_on_with(autojump_clock:
     async with serving() as (engine, offline):
         for _ in range(40):
             async with engine.admit(job) as answer:
-                with trio.CancelScope() as scope:
-                    killer = CancelAt(120, scope)
-                    trio.lowlevel.add_instrument(killer)
-                    try:
-                        tokens = [token.id async for token in answer]
-                    finally:
-                        trio.lowlevel.remove_instrument(killer)
-                if not scope.cancelled_caught:
+                with cancelled_at(120) as killer:
+                    tokens = [token.id async for token in answer]
+                if not killer.scope.cancelled_caught:
                     break
         assert tokens == expected_of(job)
         assert offline.engines["stage-0"].tokens_run <= 500 + 4 + 8, "hardly anything was evaluated twice"
@@ -319,15 +314,10 @@ def test_left_at_any_step_the_next_try_is_right_and_nothing_stays_behind() -> No
         nonlocal reached
         async with serving(sessions=1, prefixes=2, n_seq_max=3) as (engine, offline):
             one, other = Job((*text("one", 150), 7), 3), Job((*text("one", 150), 8, 9), 3)
-            with trio.CancelScope() as scope:
-                killer = CancelAt(step, scope)
-                trio.lowlevel.add_instrument(killer)
-                try:
-                    await drawn(engine, one)
-                    await drawn(engine, other)  # has a copy of what the first one left
-                finally:
-                    trio.lowlevel.remove_instrument(killer)
-            reached = killer.left <= 0
+            with cancelled_at(step) as killer:
+                await drawn(engine, one)
+                await drawn(engine, other)  # has a copy of what the first one left
+            reached = killer.reached
             assert engine.line.running == 0
             assert not any(kept.in_use for kept in engine.sessions._kept)
             for job in (other, one):

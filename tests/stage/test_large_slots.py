@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 
 import pytest
 import trio
 import trio.testing
 
 from dgr.core.values import ContextParams, StateSummary
-from dgr.engine.base import Work, WorksInPieces
+from dgr.engine.base import Output, Work, WorksInPieces
 from dgr.stage.scheduler import Scheduler
 from dgr.testing.engines.fake import FakeEngine
 
@@ -23,7 +23,7 @@ class LargeEngine(FakeEngine):
         super().__init__(context=ContextParams(n_seq_max=3))
         self.calls: list[str] = []
 
-    def run(self, batch):  # type: ignore[no-untyped-def]
+    def run(self, batch: Sequence[Work]) -> list[Output]:
         self.calls.append("run")
         return super().run(batch)
 

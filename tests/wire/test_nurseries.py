@@ -75,7 +75,7 @@ async def test_an_error_with_a_context_of_its_own_keeps_it() -> None:
         try:
             raise KeyError("reason")
         except KeyError:
-            raise OurError("child")  # noqa: B904
+            raise OurError("child")  # noqa: B904 (the context is what is tested)
 
     async def main() -> None:
         async with open_nursery() as nursery:

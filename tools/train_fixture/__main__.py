@@ -19,7 +19,11 @@ from tools.train_fixture.settings import Phase, Settings, sizes
 
 #: Weight of the indexers' losses, and how fast the routers' selection biases move.
 _INDEXER_WEIGHT = 1.0
+#: Weight of each kind of loss; answers are few, and their gradients large.
+_WEIGHTS = {Target.TEXT: 1.0, Target.PAIR: 0.5, Target.MARK: 1.0, Target.COPY: 0.5}
 _BALANCE = 1e-3
+#: Weight of the loss that tells HCA layers which row to attend to.
+_ROW_WEIGHT = 1.0
 
 
 def _phases(text: str) -> tuple[Phase, ...]:
@@ -45,6 +49,9 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("--muon-rate", type=float, default=0.02)
     train.add_argument("--adam-rate", type=float, default=3e-3)
     train.add_argument("--decay", type=float, default=0.3, help="share of the steps over which the rates fall")
+    train.add_argument(
+        "--documentation", type=Path, help="sources of Python's documentation, .rst.txt, to train on too"
+    )
     train.add_argument("--threads", type=int, default=1)
     train.add_argument("--save-every", type=float, default=120.0, metavar="SECONDS")
     train.add_argument("--pause-while", type=Path, help="stand still while this file exists")
@@ -61,18 +68,24 @@ def _losses(trained: Trained, batch: Batch) -> tuple[torch.Tensor, dict[str, flo
     targets = torch.from_numpy(batch.targets).reshape(-1)
     trained.without_csa = torch.from_numpy(batch.without_csa) if batch.without_csa.any() else None
     trained.without_hca = torch.from_numpy(batch.without_hca) if batch.without_hca.any() else None
+    trained.swapped_csa = batch.swapped_csa
+    trained.wanted_rows = torch.from_numpy(batch.rows) if (batch.rows >= 0).any() else None
     logits = trained.logits(tokens[:, :-1]).flatten(0, 1)
     wanted = tokens[:, 1:].reshape(-1)
     each = functional.cross_entropy(logits, wanted, reduction="none")
     indexer = torch.stack(trained.indexer_losses).mean() if trained.indexer_losses else torch.zeros(())
     loss = _INDEXER_WEIGHT * indexer
     told = {"indexer": float(indexer.detach())}
+    if trained.row_losses:
+        row = torch.stack(trained.row_losses).mean()
+        loss = loss + _ROW_WEIGHT * row
+        told["row"] = float(row.detach())
     right = logits.detach().argmax(dim=-1) == wanted
     for kind in Target:
         here = targets == kind
         if kind is not Target.NOTHING and here.any():
             mean = each[here].mean()
-            loss = loss + mean
+            loss = loss + _WEIGHTS[kind] * mean
             told[kind.name.lower()] = float(mean.detach())
             told[f"{kind.name.lower()}_right"] = float(right[here].float().mean())
     return loss, told
@@ -90,11 +103,11 @@ def _save(folder: Path, trained: Trained, optimisers: Any, step: int, settings: 
     new.replace(folder / "checkpoint.pt")
 
 
-def _text(folder: Path) -> bytes:
+def _text(folder: Path, documentation: Path | None) -> bytes:
     """What is trained on, kept beside the checkpoint: another Python has other texts."""
     kept = folder / "text.txt"
     if not kept.exists():
-        kept.write_bytes(english(held_out=False))
+        kept.write_bytes(english(documentation))
     return kept.read_bytes()
 
 
@@ -106,6 +119,7 @@ def _train(args: argparse.Namespace) -> None:
     args.folder.mkdir(parents=True, exist_ok=True)
     hp = sizes(args.layers)
     trained = trained_model(hp, args.seed)
+    trained.bfloat16 = True
     model = trained.model.train()
     optimisers = build_optimisers(model, args.muon_rate, args.adam_rate)
     first = 0
@@ -120,7 +134,7 @@ def _train(args: argparse.Namespace) -> None:
         for one, rate in zip(optimisers, (args.muon_rate, args.adam_rate), strict=True)
         for group in one.param_groups
     ]
-    text = _text(args.folder)
+    text = _text(args.folder, args.documentation)
     n_weights = sum(weight.numel() for weight in model.parameters())
     print(f"{n_weights} weights, {len(text)} bytes of text, from step {first}", flush=True)
     about = {"layers": args.layers, "seed": args.seed}
@@ -132,7 +146,8 @@ def _train(args: argparse.Namespace) -> None:
             began = time.monotonic()
             phase = settings.phase(step)
             trained.select(phase.rows or phase.length)
-            loss, told = _losses(trained, make_batch(text, phase.length, phase.batch, args.seed, step))
+            batch = make_batch(text, phase.length, phase.batch, args.seed, step)
+            loss, told = _losses(trained, batch)
             loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             for group, rate in base:
@@ -141,7 +156,7 @@ def _train(args: argparse.Namespace) -> None:
                 one.step()
                 one.zero_grad(set_to_none=True)
             trained.balance(_BALANCE)
-            record = {"step": step, "length": phase.length, "tokens": phase.length * phase.batch, "norm": float(norm)}
+            record = {"step": step, "length": phase.length, "tokens": batch.targets.size, "norm": float(norm)}
             record |= told | {"seconds": time.monotonic() - began}
             log.write(json.dumps({key: round(value, 4) for key, value in record.items()}) + "\n")
             log.flush()

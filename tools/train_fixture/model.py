@@ -8,6 +8,7 @@ learns from a loss of its own, the divergence of its scores from the attention t
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,10 +23,13 @@ from tools.v4_transformers import build_model
 
 __all__ = ["Trained", "trained_model"]
 
-#: Queries of a band: the window, so that a band's keys are its own and those of the band before.
-_BAND = 128
+#: Positions a query sees of what is near, and queries of a band, whose keys are its own and those of the window before it.
+_WINDOW = 128
+_BAND = 32
 #: Weight of a position whose rows got no attention, in the loss of the indexer.
 _LEAST_WEIGHT = 0.02
+#: Attention to a row below which its loss grows no more.
+_LEAST_ATTENTION = 1e-3
 
 
 @define
@@ -37,18 +41,28 @@ class Trained:
     #: Sequences whose queries see no row of a CSA layer, of an HCA layer: [batch]; None, when all see them.
     without_csa: Tensor | None = None
     without_hca: Tensor | None = None
+    #: Whether each of two sequences attends to the CSA rows of the other one.
+    swapped_csa: bool = False
+    #: HCA row that holds the answer at each position: [batch, length]; -1 where none does. None, when there is none at all.
+    wanted_rows: Tensor | None = None
+    #: By HCA layer, how little the row that holds an answer is attended to.
+    row_losses: list[Tensor] = field(factory=list)
     #: Losses of the indexers, one a CSA layer.
     indexer_losses: list[Tensor] = field(factory=list)
+    #: Whether matrices are multiplied in bfloat16, the sums in float32.
+    bfloat16: bool = False
     #: Experts chosen, by layer: [tokens, used].
     chosen: dict[int, Tensor] = field(factory=dict)
 
     def logits(self, tokens: Tensor) -> Tensor:
         """[batch, length, n_vocab]; ``length`` must be a multiple of the window."""
         self.indexer_losses.clear()
+        self.row_losses.clear()
         # A mask of no columns: bands know their window, and the rows' own mask is appended to it.
         none = torch.zeros(tokens.shape[0], 1, tokens.shape[1], 0)
-        hidden = self.model.model(input_ids=tokens, attention_mask={"all": none}, use_cache=False).last_hidden_state
-        return self.model.lm_head(hidden)
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.bfloat16):
+            hidden = self.model.model(input_ids=tokens, attention_mask={"all": none}, use_cache=False).last_hidden_state
+            return self.model.lm_head(hidden).float()
 
     def select(self, rows: int) -> None:
         """How many rows of a CSA layer a query attends to."""
@@ -87,36 +101,69 @@ class _Sinkhorn(torch.autograd.Function):
         return grad, None, None
 
 
-def _hyper_connection(self: v4.DeepseekV4HyperConnection, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    batch, length, hc, _ = streams.shape
-    flat = self.input_norm(streams.reshape(batch * length, -1))
-    mixes = functional.linear(flat, self.fn).t()  # tokens last: sums over streams are then sums of whole rows
+@torch.compile(dynamic=False)
+def _sizes(tokens: Tensor, epsilon: float) -> Tensor:
+    return torch.rsqrt(tokens.square().mean(dim=(1, 2)) + epsilon).unsqueeze(1)
+
+
+@torch.compile(dynamic=False)
+def _coefficients(mixes: Tensor, base: Tensor, scale: Tensor, epsilon: float) -> tuple[Tensor, Tensor, Tensor]:
+    hc = scale.shape[0] + 1
+    mixes = mixes.t()  # tokens last: sums over streams are then sums of whole rows
     pre_w, post_w, comb_w = mixes.split([hc, hc, hc * hc])
-    pre_b, post_b, comb_b = self.base.unsqueeze(1).split([hc, hc, hc * hc])
-    pre = torch.sigmoid(pre_w * self.scale[0] + pre_b) + self.hc_eps
-    post = 2 * torch.sigmoid(post_w * self.scale[1] + post_b)
-    comb = (comb_w * self.scale[2] + comb_b).view(hc, hc, -1)
-    comb = torch.softmax(comb, dim=1) + self.hc_eps
-    comb = _Sinkhorn.apply(comb, self.hc_sinkhorn_iters, self.hc_eps)
-    comb = comb.permute(2, 0, 1).reshape(batch, length, hc, hc)
-    post = post.t().reshape(batch, length, hc)
-    collapsed = (pre.t().reshape(batch, length, hc, 1) * streams).sum(dim=2)
-    return post, comb, collapsed
+    pre_b, post_b, comb_b = base.unsqueeze(1).split([hc, hc, hc * hc])
+    pre = torch.sigmoid(pre_w * scale[0] + pre_b) + epsilon
+    post = 2 * torch.sigmoid(post_w * scale[1] + post_b)
+    comb = torch.softmax((comb_w * scale[2] + comb_b).view(hc, hc, -1), dim=1) + epsilon
+    return pre.t().contiguous(), post.t().contiguous(), comb
 
 
+@torch.compile(dynamic=False)
+def _collapsed(streams: Tensor, pre: Tensor) -> Tensor:
+    return (pre.unsqueeze(-1) * streams).sum(dim=1)
+
+
+@torch.compile(dynamic=False)
 def _mixed(streams: Tensor, comb: Tensor, post: Tensor, out: Tensor) -> Tensor:
-    """A block's output into the streams, and the streams into one another; products of 4 x 4 are slow as matrices."""
-    parts = [comb[:, :, source].unsqueeze(-1) * streams[:, :, source].unsqueeze(2) for source in range(comb.shape[2])]
-    return post.unsqueeze(-1) * out.unsqueeze(2) + sum(parts[1:], parts[0])
+    """A block's output into the streams, and the streams into one another; all by token first."""
+    return post.unsqueeze(-1) * out.unsqueeze(1) + (comb.unsqueeze(-1) * streams.unsqueeze(2)).sum(dim=1)
+
+
+def _hyper_connection(self: v4.DeepseekV4HyperConnection, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """What mixes the output and the streams, and the streams collapsed; of [tokens, streams, channels]."""
+    with torch.autocast("cpu", enabled=False):
+        mixes = functional.linear(streams.flatten(1), self.fn) * _sizes(streams, self.input_norm.eps)
+        pre, post, comb = _coefficients(mixes, self.base, self.scale, self.hc_eps)
+        comb = _Sinkhorn.apply(comb, self.hc_sinkhorn_iters, self.hc_eps).permute(2, 0, 1).contiguous()
+        return post, comb, _collapsed(streams, pre)
 
 
 def _block(self: v4.DeepseekV4DecoderLayer, streams: Tensor, input_ids: Tensor | None = None, **kwargs: Any) -> Tensor:
-    post, comb, collapsed = self.attn_hc(streams)
-    out, _ = self.self_attn(self.input_layernorm(collapsed), **kwargs)
-    streams = _mixed(streams, comb, post, out)
-    post, comb, collapsed = self.ffn_hc(streams)
-    out = self.mlp(self.post_attention_layernorm(collapsed), input_ids=input_ids)
-    return _mixed(streams, comb, post, out)
+    batch, length, hc, dim = streams.shape
+    flat = streams.reshape(batch * length, hc, dim)
+    post, comb, collapsed = _hyper_connection(self.attn_hc, flat)
+    out, _ = self.self_attn(self.input_layernorm(collapsed.view(batch, length, dim)), **kwargs)
+    flat = _mixed(flat, comb, post, out.float().view(-1, dim))
+    post, comb, collapsed = _hyper_connection(self.ffn_hc, flat)
+    out = self.mlp(self.post_attention_layernorm(collapsed.view(batch, length, dim)), input_ids=input_ids)
+    return _mixed(flat, comb, post, out.float().view(-1, dim)).view(batch, length, hc, dim)
+
+
+@torch.compile(dynamic=False)
+def _activated(gate_up: Tensor, weights: Tensor, limit: float) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    gate = gate.clamp(max=limit)
+    up = up.clamp(min=-limit, max=limit)
+    return functional.silu(gate) * up * weights.unsqueeze(-1)
+
+
+def _experts(self: v4.DeepseekV4Experts, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """All experts for all tokens, weighted by nothing where they were not chosen: two products of a known shape."""
+    tokens = hidden.shape[0]
+    weights = weights.new_zeros(tokens, self.num_experts).scatter(1, chosen, weights)
+    gate_up = functional.linear(hidden, self.gate_up_proj.flatten(0, 1)).view(tokens, self.num_experts, -1)
+    active = _activated(gate_up, weights.to(gate_up.dtype), self.limit)
+    return functional.linear(active.flatten(1), self.down_proj.transpose(0, 1).flatten(1))
 
 
 def _banded(trained: Trained) -> Any:
@@ -133,18 +180,18 @@ def _banded(trained: Trained) -> Any:
             .permute(0, 2, 1, 3, 4)
             .reshape(batch, bands, heads * _BAND, dim)
         )
-        own = key[:, 0, :length].reshape(batch, bands, _BAND, dim)
-        before = torch.cat([torch.zeros_like(own[:, :1]), own[:, :-1]], dim=1)
-        near = torch.cat([before, own], dim=2)
+        near = _Near.apply(key[:, 0, :length])
         shape = (batch, bands, heads, _BAND)
-        logits = (torch.matmul(q, near.transpose(2, 3)) * scaling).view(*shape, 2 * _BAND)
+        logits = (torch.matmul(q, near.transpose(2, 3)) * scaling).view(*shape, _WINDOW + _BAND)
         logits = logits + _window(bands)
         parts = [logits]
         rows = key[:, 0, length:]
+        is_csa = hasattr(module.compressor, "indexer")
+        if is_csa and trained.swapped_csa:
+            rows = rows.flip(0)
         if n_rows:
             far = torch.matmul(q.view(batch, -1, dim), rows.transpose(1, 2)) * scaling
             far = far.view(*shape, n_rows)
-            is_csa = hasattr(module.compressor, "indexer")
             if is_csa:
                 _score(trained, module, far, logits)
             bias = mask.view(batch if mask.shape[0] > 1 else 1, bands, 1, _BAND, n_rows)
@@ -154,9 +201,11 @@ def _banded(trained: Trained) -> Any:
             parts.append(far + bias)
         sinks = module.sinks.view(1, 1, heads, 1, 1).expand(*shape, 1)
         weights = functional.softmax(torch.cat([*parts, sinks], dim=-1), dim=-1)
-        near_weights, far_weights, _ = weights.split([2 * _BAND, n_rows, 1], dim=-1)
+        near_weights, far_weights, _ = weights.split([_WINDOW + _BAND, n_rows, 1], dim=-1)
         out = torch.matmul(near_weights.reshape(batch, bands, heads * _BAND, -1), near)
         if n_rows:
+            if not is_csa and trained.wanted_rows is not None:
+                trained.row_losses.append(_row_loss(far_weights, trained.wanted_rows.flatten()))
             far_weights = far_weights.reshape(batch, bands * heads * _BAND, n_rows)
             out = out + torch.matmul(far_weights, rows).view(batch, bands, heads * _BAND, dim)
         out = out.view(*shape, dim).permute(0, 1, 3, 2, 4).reshape(batch, length, heads, dim)
@@ -165,14 +214,45 @@ def _banded(trained: Trained) -> Any:
     return attend
 
 
+class _Near(torch.autograd.Function):
+    """Keys of each band, [batch, bands, window + band, dim], zeroes before the first; of [batch, length, dim]."""
+
+    @staticmethod
+    def forward(_ctx: Any, keys: Tensor) -> Tensor:
+        batch, length, dim = keys.shape
+        blocks = functional.pad(keys, (0, 0, _WINDOW, 0)).view(batch, -1, _BAND, dim)
+        bands = length // _BAND
+        near = [blocks[:, shift : shift + bands] for shift in range(_WINDOW // _BAND + 1)]
+        return torch.stack(near, dim=2).view(batch, bands, -1, dim)
+
+    @staticmethod
+    def backward(_ctx: Any, *grads: Tensor) -> Tensor:
+        batch, bands, _, dim = grads[0].shape
+        parts = grads[0].view(batch, bands, -1, _BAND, dim)
+        before = _WINDOW // _BAND
+        total = parts.new_zeros(batch, bands + before, _BAND, dim)
+        for shift in range(before + 1):
+            total[:, shift : shift + bands] += parts[:, :, shift]
+        return total[:, before:].reshape(batch, -1, dim)
+
+
+@cache
 def _window(bands: int) -> Tensor:
-    """What a band's queries may not see: [1, bands, 1, queries, keys of two bands]."""
-    query = torch.arange(_BAND).view(-1, 1) + _BAND
-    key = torch.arange(2 * _BAND)
-    hidden = (key > query) | (key <= query - _BAND)
-    bias = torch.zeros(1, bands, 1, _BAND, 2 * _BAND).masked_fill(hidden, float("-inf"))
-    bias[:, 0, :, :, :_BAND] = float("-inf")
-    return bias
+    """What a band's queries may not see: [1, bands, 1, queries, keys of the window before the band and of the band]."""
+    query = torch.arange(_BAND).view(-1, 1) + _WINDOW
+    key = torch.arange(_WINDOW + _BAND)
+    hidden = (key > query) | (key <= query - _WINDOW)
+    begin = torch.arange(bands).view(1, -1, 1, 1, 1) * _BAND - _WINDOW
+    hidden = hidden | (begin + key < 0)
+    return torch.zeros(hidden.shape).masked_fill(hidden, float("-inf"))
+
+
+def _row_loss(weights: Tensor, wanted: Tensor) -> Tensor:
+    """Surprise at the row that holds an answer, as its heads' mean attention tells it; -1 is no row."""
+    batch, bands, _, band, n_rows = weights.shape
+    mean = weights.float().mean(dim=2).reshape(batch * bands * band, n_rows)
+    asked = wanted >= 0
+    return -torch.log(mean[asked].gather(1, wanted[asked].unsqueeze(1)) + _LEAST_ATTENTION).mean()
 
 
 def _score(trained: Trained, module: Any, far: Tensor, near: Tensor) -> None:
@@ -212,13 +292,24 @@ def _hooks(trained: Trained) -> None:
     for module in trained.model.modules():
         if isinstance(module, v4.DeepseekV4DecoderLayer):
             module.forward = _block.__get__(module)
-        if isinstance(module, v4.DeepseekV4HyperConnection):
-            module.forward = _hyper_connection.__get__(module)
+        if isinstance(module, v4.DeepseekV4Experts):
+            module.forward = _experts.__get__(module)
         if isinstance(module, v4.DeepseekV4Indexer):
             _hook_indexer(module)
 
 
+def _scores(self: v4.DeepseekV4IndexerScorer, q: Tensor, compressed_kv: Tensor, hidden_states: Tensor) -> Tensor:
+    """As one product for each sequence, not one for each position."""
+    batch, length, heads, dim = q.shape
+    scores = torch.matmul(q.reshape(batch, length * heads, dim), compressed_kv.transpose(1, 2))
+    scores = functional.relu(scores.view(batch, length, heads, -1)) * self.softmax_scale
+    weights = self.weights_proj(hidden_states) * self.weights_scaling
+    return torch.matmul(weights.unsqueeze(2), scores.float()).squeeze(2).float()
+
+
 def _hook_indexer(indexer: Any) -> None:
+    indexer.scorer.forward = _scores.__get__(indexer.scorer)
+
     def detach(_: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
         hidden, q_residual, *rest = args
         return (hidden.detach(), q_residual.detach(), *rest)

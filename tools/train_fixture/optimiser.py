@@ -20,11 +20,11 @@ def _orthogonal(matrices: Tensor) -> Tensor:
     a, b, c = _QUINTIC
     tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if tall else matrices
-    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    x = (x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)).bfloat16()
     for _ in range(_ITERATIONS):
         gram = x @ x.mT
         x = a * x + (b * gram + c * gram @ gram) @ x
-    return x.mT if tall else x
+    return (x.mT if tall else x).float()
 
 
 class Muon(torch.optim.Optimizer):
@@ -36,18 +36,25 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, _closure: Any = None) -> None:
         for group in self.param_groups:
+            alike: dict[torch.Size, list[nn.Parameter]] = {}
             for weight in group["params"]:
-                if weight.grad is None:
-                    continue
-                state = self.state[weight]
-                if not state:
-                    state["momentum"] = torch.zeros_like(weight)
-                momentum = state["momentum"]
-                momentum.lerp_(weight.grad, 1 - group["momentum"])
-                update = _orthogonal(weight.grad.lerp(momentum, group["momentum"]))
-                rows, columns = weight.shape[-2:]
-                weight.mul_(1 - group["lr"] * group["decay"])
-                weight.add_(update, alpha=-group["lr"] * max(1.0, rows / columns) ** 0.5)
+                if weight.grad is not None:
+                    alike.setdefault(weight.shape, []).append(weight)
+            for weights in alike.values():
+                updates = _orthogonal(torch.stack([self._direction(weight, group["momentum"]) for weight in weights]))
+                rows, columns = weights[0].shape[-2:]
+                for weight, update in zip(weights, updates, strict=True):
+                    weight.mul_(1 - group["lr"] * group["decay"])
+                    weight.add_(update, alpha=-group["lr"] * max(1.0, rows / columns) ** 0.5)
+
+    def _direction(self, weight: nn.Parameter, share: float) -> Tensor:
+        assert weight.grad is not None
+        state = self.state[weight]
+        if not state:
+            state["momentum"] = torch.zeros_like(weight)
+        momentum: Tensor = state["momentum"]
+        momentum.lerp_(weight.grad, 1 - share)
+        return weight.grad.lerp(momentum, share)
 
 
 #: Ends of the names of matrices that Adam trains: what is looked up, what decides, and the head.

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import msgspec
-from attrs import evolve, frozen
+from attrs import evolve, field, frozen
 from msgspec.structs import replace
 
 from dgr import Artifact, SamplingParams, ShardEngine
@@ -248,6 +248,16 @@ class MutantCase:
             job = evolve(job, wrap_whole=partial(_on_threads, self.whole))
         return evolve(job, refusal_cases=self.refusal_cases)
 
+    def reaches(self, unit: str) -> bool:
+        """Whether a unit runs with the mistake in it; the others are what they are without it."""
+        variant = unit.partition("/")[0]
+        threads = variant.startswith("threads-")
+        if self.engine is not None:
+            return variant != "whole" and not threads
+        if self.whole is not None:
+            return threads
+        return self.refusal_cases is not None and variant == "refusals"
+
 
 def _at(stage: int, mutant: type[Mutant], index: int, engine: ShardEngine) -> ShardEngine:
     return mutant(engine) if index == stage else engine
@@ -315,6 +325,8 @@ class Selftest:
     """The benchmark: a certificate of unchanged stages, which must pass, and one for each mutant."""
 
     job: CertifyJob
+    #: Units without a mistake, which mutants share as far as theirs does not reach.
+    right: Scratch = field(factory=Scratch, init=False, eq=False)
     kind: ClassVar[Kind] = "selftest"
     title: ClassVar[str] = "Self-test of the certificate"
 
@@ -331,7 +343,11 @@ class Selftest:
         """Names of the checks that fail."""
 
         async def failed(case: MutantCase | None, _: None) -> dict[str, list[str]]:
+            await measure("certificate", self.job.units(self.right), self.right)
             job, store = self.job if case is None else case.job(self.job), Scratch()
+            for name, raw in self.right.units.items():
+                if case is None or not case.reaches(name):
+                    store.put(name, raw)
             await measure("certificate", job.units(store), store)
             if case is not None and case.tamper is not None:
                 case.tamper(store.units)

@@ -119,7 +119,7 @@ async def _measure(plan: LanesPlan, rate: float, echo: Echo) -> dict[str, Any]:
             nursery.start_soon(traffic.fill)
             came = link.statistics().bytes_received
             # Until the first chunk comes back: both ways are full.
-            while link.statistics().bytes_received < came + 2 * _CAPACITY:  # noqa: ASYNC110
+            while link.statistics().bytes_received < came + 2 * _CAPACITY:  # noqa: ASYNC110 (a link's figures tell nobody)
                 await trio.sleep(_LOOK)
             found["beside_ms"] = await _rounds(traffic, plan.rounds)
             found["chunks"] = traffic.chunks

@@ -26,7 +26,7 @@ from dgr.v4.state_map import Component
 from dgr_bench.quality.measurements import Recalled, Rows, context_of, recalled
 from dgr_bench.quality.ways import QualityPlan, Way
 
-__all__ = ["DAMAGES", "NOT_RELIED_ON", "Damage", "Damaged", "When", "damaged"]
+__all__ = ["DAMAGES", "Damage", "Damaged", "When", "damaged"]
 
 
 class When(StrEnum):
@@ -38,10 +38,6 @@ class When(StrEnum):
     AFTER_VALUE = "after each value"
     #: Each time the bracket of a question was read.
     WITHIN_QUESTION = "within each question"
-
-
-#: What the kept model has not learned to recall through: its damage changes bits, and has nothing to lose.
-NOT_RELIED_ON = frozenset({Component.HCA, Component.HCA_RING})
 
 
 @frozen
@@ -79,8 +75,6 @@ class Damaged(msgspec.Struct, frozen=True, kw_only=True):
 
     damage: str
     when: str
-    #: Whether recall goes through the component, as far as the model has learned.
-    relied_on: bool
     #: Rows that were overwritten, over all recitals.
     rows: int
     undamaged: Recalled
@@ -209,7 +203,6 @@ def damaged(plan: QualityPlan, damage: Damage, model: Path) -> Damaged:
     return Damaged(
         damage=damage.name,
         when=damage.when,
-        relied_on=damage.component not in NOT_RELIED_ON,
         rows=written,
         undamaged=told["undamaged"],
         untouched=told["untouched"],

@@ -34,7 +34,7 @@ from dgr.core.route import parse_split
 from dgr.errors import EngineError
 from dgr.selftest.learned.model import held_out_text
 from dgr.selftest.learned.recall import BOS, Kind, Question, Recital, as_tokens, make_recital
-from dgr_bench.quality.ways import QualityPlan, Way
+from dgr_bench.quality.ways import FAR, QualityPlan, Way
 from dgr_bench.subjects import PATIENCE
 
 #: Rows of logits: [tokens, n_vocab].
@@ -96,7 +96,8 @@ def text_tokens(plan: QualityPlan) -> list[int]:
 
 def recitals(plan: QualityPlan, kind: Kind, distance: int, count: int | None = None) -> Iterator[Recital]:
     """What is asked of one kind at one distance."""
-    for seed in range(plan.recitals if count is None else count):
+    usual = plan.recitals if distance <= FAR else 1
+    for seed in range(usual if count is None else count):
         yield make_recital(kind, distance, held_out_text(), seed)
 
 
@@ -158,6 +159,7 @@ def context_of(plan: QualityPlan, way: Way, n_seq_max: int = 1) -> ContextParams
         n_ubatch=ubatch,
         n_seq_max=n_seq_max,
         type_k=way.type_k,
+        flash_attn=way.flash_attn,
         numerics=way.numerics,
         wire=way.wire,
     )

@@ -33,12 +33,11 @@ how often the likeliest token is the reference's. KL: divergence from the refere
 The reference is exact numerics on one thread in one stage, weights and K in float32. Ways that promise its bits, or another
 way's, are held to them; the others have their distance."""
 _RECALL = """Share of questions whose likeliest answer is the stated value, by tokens between the two; one in 26 is chance.
-PAIR: twelve statements sixteen tokens apart. MARK: four statements sixty-four apart."""
+PAIR: twelve statements sixteen tokens apart. MARK: four statements 128 apart, one in each HCA row."""
 _CHANGED = """The same questions after the state was changed between statement and question; every change must give the bits of
 no change."""
 _DAMAGED = f"""The same questions after one component of the state was damaged in every layer: fewer answers must be right, and
-the right ones must surprise more by {LOST} nats at least. A component that this model has not learned to recall through can
-lose nothing and must change bits alone. Written back as it was, a state may lose nothing."""
+the right ones must surprise more by {LOST} nats at least. Written back as it was, a state may lose nothing."""
 
 
 def _found(units: Units, prefix: str, kind: type[_T]) -> Iterator[_T]:
@@ -86,7 +85,6 @@ def metrics(units: Units) -> dict[str, Any]:
                 "damage": one.damage,
                 "when": one.when,
                 "rows": one.rows,
-                "relied_on": one.relied_on,
                 "kind": one.damaged.kind,
                 "recall": {"undamaged": _share(one.undamaged), "damaged": _share(one.damaged)},
                 "surprise": {"undamaged": one.undamaged.surprise, "damaged": one.damaged.surprise},
@@ -131,7 +129,7 @@ def _damage_checks(units: Units, lost: bool) -> list[Check]:
         control.same(one.damage, one.untouched.digest, one.undamaged.digest)
         seen.hold(one.rows > 0, f"{one.damage}: no row was there to damage")
         seen.hold(one.damaged.digest != one.undamaged.digest, f"{one.damage}: the same rows")
-        if lost and one.relied_on:
+        if lost:
             before, after = one.undamaged, one.damaged
             seen.hold(_share(before) >= TELLING, f"{one.damage}: recall is {_share(before):.0%}, too little to tell")
             risen = after.surprise - before.surprise

@@ -10,11 +10,13 @@ from attrs import frozen
 from dgr import Numerics, Placement
 from dgr.core.values import Wire
 
-__all__ = ["REFERENCE", "QualityPlan", "Way", "ways"]
+__all__ = ["FAR", "REFERENCE", "QualityPlan", "Way", "ways"]
 
 _CPU = Placement(("CPU",))
 #: What all others are compared with: exact numerics, f32 weights and K, one thread, not split.
 REFERENCE = "exact"
+#: Distance beyond which a recital is asked for once.
+FAR = 3000
 
 
 class QualityPlan(msgspec.Struct, frozen=True, kw_only=True):
@@ -25,7 +27,7 @@ class QualityPlan(msgspec.Struct, frozen=True, kw_only=True):
     text_tokens: int
     #: From a stated value to its answer, tokens.
     distances: tuple[int, ...]
-    #: Recitals of each kind at each distance.
+    #: Recitals of each kind at each distance; one alone beyond :data:`FAR` tokens, where a recital costs as many.
     recitals: int
     #: Distance at which the state is changed or damaged between statement and question, and recitals of each kind there.
     changed_at: int
@@ -47,6 +49,7 @@ class Way:
     name: str
     weights: str = "f32"
     type_k: str = "f32"
+    flash_attn: bool = True
     numerics: Numerics = Numerics.EXACT
     threads: int = 1
     chunk: int
@@ -73,6 +76,10 @@ def ways(plan: QualityPlan, devices: Sequence[str]) -> Iterator[Way]:
         yield Way(name=f"native on {name}", chunk=chunk, numerics=native, placement=Placement((name,)))
     for kind in plan.type_k:
         yield Way(name=f"K {kind}", chunk=chunk, type_k=kind, numerics=Numerics.EXACT if kind == "f16" else native)
+        # With flash attention llama.cpp rounds K to float16 before it is used: f32 and f16 then differ in the indexer alone.
+        if kind == "f16":
+            for stored in ("f32", kind):
+                yield Way(name=f"K {stored}, no flash attention", chunk=chunk, type_k=stored, flash_attn=False)
     for weights in plan.weights:
         yield Way(name=f"weights {weights}", chunk=chunk, weights=weights)
         yield Way(

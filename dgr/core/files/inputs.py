@@ -27,7 +27,7 @@ def read_whole(path: str | Path, most: int, what: str) -> bytes:
 
     Raises :class:`~dgr.errors.InputError` for one that is longer, and for a pipe that is silent; :exc:`OSError`.
     """
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0) as file:  # noqa: PTH123
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0) as file:  # noqa: PTH123 (a descriptor)
         poll, data = select.poll(), bytearray()
         poll.register(file, select.POLLIN)
         while len(data) <= most:

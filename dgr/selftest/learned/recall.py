@@ -35,7 +35,7 @@ class Kind(StrEnum):
 
     #: Many, close together: what CSA rows are good for.
     PAIR = "pair"
-    #: Few, far apart: what a single HCA row can hold.
+    #: Few, far apart: one in each HCA row.
     MARK = "mark"
 
     @property
@@ -50,7 +50,7 @@ class Kind(StrEnum):
     @property
     def step(self) -> int:
         """Tokens from a statement to the next one."""
-        return _STEP if self is Kind.PAIR else 4 * _STEP
+        return _STEP if self is Kind.PAIR else 8 * _STEP
 
 
 def as_tokens(text: bytes) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -155,9 +155,9 @@ class Completions(GeneratingEndpoint):
 
     def _prompts(self, fields: CompletionFields) -> list[tuple[int, ...]]:
         """Token ids of every prompt. A text begins with the model's begin-of-text token; ids are taken as they are."""
-        given = fields.prompt
-        if isinstance(given, str) or (given and all(isinstance(each, int) for each in given)):
-            given = [given]  # type: ignore[list-item]
+        given: Sequence[object] = [fields.prompt] if isinstance(fields.prompt, str) else fields.prompt
+        if given and all(isinstance(each, int) for each in given):
+            given = [given]
         if not 0 < len(given) * fields.choices <= MOST_AT_ONCE:
             message = (
                 f"prompt: {len(given)} prompts of {fields.choices} choices; give 1 to {MOST_AT_ONCE} choices in all"

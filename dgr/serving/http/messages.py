@@ -116,7 +116,7 @@ class CountTokens(Endpoint):
     name = "count_tokens"
     errors = ErrorShape.ANTHROPIC
 
-    async def answer(self, receive: Receive, send: Send, trace: RequestTrace | None) -> None:  # noqa: ARG002
+    async def answer(self, receive: Receive, send: Send, trace: RequestTrace | None) -> None:  # noqa: ARG002 (as an endpoint's)
         count = await self.understand(receive, self._count)
         await send_whole(send, msgspec.json.encode({"input_tokens": count}))
 

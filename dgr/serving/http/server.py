@@ -21,7 +21,7 @@ from dgr.serving.engine import ServingEngine
 from dgr.serving.http.keys import App
 from dgr.wire.credentials import MOST_PEM_BYTES, CertificateFiles, check_private_key
 from dgr.wire.nurseries import open_nursery
-from dgr.wire.tcp import is_loopback, parse_address
+from dgr.wire.tcp import is_loopback, parse_address, refused_listener
 
 __all__ = ["HttpPolicy", "address_of", "bind", "check_reach", "run_server", "server_config"]
 
@@ -120,7 +120,7 @@ def bind(address: str, policy: HttpPolicy) -> list[socket.socket]:
                 sock.setblocking(False)
                 sockets.append(sock)
         except OSError as error:
-            raise InputError(f"cannot listen on {address}: {error}") from error
+            raise refused_listener(address, error) from error
         stack.pop_all()
     return sockets
 

@@ -110,7 +110,7 @@ class FakeVocabulary:
     n_vocab = 257
     eos: int | None = 256
 
-    def encode(self, text: str, *, add_special: bool = False) -> list[int]:  # noqa: ARG002
+    def encode(self, text: str, *, add_special: bool = False) -> list[int]:  # noqa: ARG002 (as a vocabulary's)
         return list(text.encode())
 
     def piece(self, token: int) -> bytes:

@@ -106,7 +106,7 @@ def _hand_over() -> None:
         return len(tokens) if isinstance(tokens, MetaArray) else 0
 
     setattr(metadata, "vocabulary_size", count)  # noqa: B010 (a function of a module)
-    setattr(Artifact, "check_forms", lambda *_: None)  # noqa: B010
+    setattr(Artifact, "check_forms", lambda *_: None)  # noqa: B010 (a method of a class)
 
 
 def _trust_counts() -> None:
@@ -117,7 +117,7 @@ def _trust_counts() -> None:
         bytearray(n_bytes)
         return right(self, n_bytes, what)
 
-    setattr(reader._Reader, "need", need)  # noqa: B010
+    setattr(reader._Reader, "need", need)  # noqa: B010 (a method of a class)
 
 
 _MODEL_MUTANTS: Mapping[str, Callable[[], None]] = {"hands over": _hand_over, "trusts counts": _trust_counts}
@@ -161,7 +161,7 @@ def _text(
 def _read_all() -> None:
     """A reader that takes whatever a name leads to, to its end."""
 
-    def read(path: str | Path, most: int, what: str) -> bytes:  # noqa: ARG001
+    def read(path: str | Path, most: int, what: str) -> bytes:  # noqa: ARG001 (as the right one's)
         return Path(path).read_bytes()
 
     for module in (

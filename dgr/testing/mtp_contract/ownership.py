@@ -6,6 +6,7 @@ Each entry names the anchors that it was read from; ``vendor/llama.cpp/mtp_ancho
 
 from __future__ import annotations
 
+import math
 from enum import StrEnum
 
 from attrs import evolve, frozen
@@ -75,10 +76,7 @@ class MtpTensor:
 
     @property
     def n_elements(self) -> int:
-        n = 1
-        for dim in self.ne:
-            n *= dim
-        return n
+        return math.prod(self.ne)
 
 
 def with_mtp(hp: HyperParameters) -> HyperParameters:

@@ -113,7 +113,7 @@ def undisturbed(model: Path) -> list[int]:
         artifact = dgr.Artifact.open(model)
         with dgr.LlamaVocabulary(artifact) as llama:
             words = ServingVocabulary.of_model(llama, artifact)
-            names = ("<｜begin▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "</think>")  # noqa: RUF001
+            names = ("<｜begin▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>", "</think>")  # noqa: RUF001 (V4's own marks)
             bos, user, assistant, unthink = (present(words.special(name)) for name in names)
             prompt = [bos, user, *words.encode(QUESTION), assistant, unthink]
         async with dgr.open_pipeline(model, context=context) as pipeline, pipeline.session() as session:
