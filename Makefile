@@ -232,9 +232,9 @@ SANITIZED := build/sanitizers
 REPORTS   := print_stacktrace=1:halt_on_error=1:suppressions=$(CURDIR)/cffi_build/sanitizers
 SANITIZED_TESTS := tests/sanitizers tests/native tests/engine tests/e2e/test_pipeline_bits.py
 # Python knows nothing of the runtime that must come first; without the library of C++ that cannot find what throws. And the
-# package in the working folder has no such extensions.
+# package in the working folder has no such extensions. Too much memory is refused as without a sanitizer, and does not abort.
 PRELOAD = LD_PRELOAD="$(shell $(CC) -print-file-name=libasan.so) $(shell $(CXX) -print-file-name=libstdc++.so)" \
-	ASAN_OPTIONS=detect_leaks=0 PYTHONSAFEPATH=1
+	ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 PYTHONSAFEPATH=1
 
 define sanitized_ctest
 	DGR_SANITIZE=$(1) cmake -S cffi_build -B $(2) -G Ninja -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python -DDGR_TEST_EXTENSION=ON

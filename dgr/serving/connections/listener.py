@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import resource
 import socket
 import ssl
@@ -66,6 +67,10 @@ class Listener:
         self._contexts = contexts
         self._most = most
         self._open: set[Connection] = set()
+        #: These, and those that were let go and are not gone yet.
+        self._held: set[Connection] = set()
+        #: When all of it ends, in trio's time.
+        self._ends = math.inf
         self._said: dict[object, _Said] = {}
 
     @property
@@ -93,9 +98,9 @@ class Listener:
                 await stop.wait()
                 accepting.cancel_scope.cancel()
             await self._host.context.terminated.set()
-            clients.cancel_scope.deadline = trio.current_time() + grace
-            for connection in self._open:
-                connection.end_by(clients.cancel_scope.deadline)
+            self._ends = clients.cancel_scope.deadline = trio.current_time() + grace
+            for connection in self._held:
+                connection.end_by(self._ends)
                 if connection.waits_since is not None:
                     connection.let_go()
 
@@ -112,6 +117,8 @@ class Listener:
             await trio.aclose_forcefully(plain)
             return
         self._open.add(connection)
+        self._held.add(connection)
+        connection.end_by(self._ends)
         try:
             stream = await self._greet(plain, connection)
             if stream is not None:
@@ -123,6 +130,7 @@ class Listener:
             )
         finally:
             self._open.discard(connection)
+            self._held.discard(connection)
             with trio.CancelScope(shield=True):
                 await trio.aclose_forcefully(plain)
 

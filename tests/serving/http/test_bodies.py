@@ -7,6 +7,7 @@ from contextlib import ExitStack
 
 import pytest
 import trio
+import trio.testing
 from serving.http.hostile_http import good_body
 from serving.http.http_servers import Server, Stream, open_server
 

@@ -16,6 +16,7 @@ from typing import Any
 import openai
 import pytest
 import trio
+import trio.testing
 import trustme
 from cryptography.hazmat.primitives import serialization
 from serving.http.chat_model import open_chat_model, vocabulary
@@ -279,6 +280,21 @@ async def test_a_client_that_does_not_read_is_given_up(serve: Callable[..., Any]
         await until(lambda: server.engine.line.running == 0)
         assert server.engine.counters.cancelled == 1
         assert (await server.chat("next")).status == 200
+        await stream.aclose()
+
+
+async def test_a_client_that_does_not_read_does_not_hold_the_end(serve: Callable[..., Any]) -> None:
+    """It has half a minute to take what is sent; the server has two seconds."""
+    async with serve(sessions=1, policy=HttpPolicy(grace=0)) as server:
+        server.model.script["go"] = 3000 * "x"
+        stream = await server.connect()
+        stream.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        await stream.send("POST", "/v1/chat/completions", chat_body("go", stream=True, logprobs=True, top_logprobs=20))
+        await until(lambda: server.engine.line.running == 1)
+        await trio.testing.wait_all_tasks_blocked(0.2)
+        server.stop.set()
+        with trio.fail_after(10):
+            await server.ended.wait()
         await stream.aclose()
 
 
