@@ -190,7 +190,8 @@ async def open_echo(transport: str) -> AsyncIterator[Echo]:
 async def open_echo_link(transport: trio.abc.Stream) -> AsyncIterator[Link]:
     """A link to an echo over a stream to it, with credits as between two stages."""
     await transport.send_all(b"l")
-    await transport.receive_some(1)  # nothing of a link's may come before there is one: shared memory would belong to nobody
+    # Nothing of a link's may come before there is one: what lies in shared memory would belong to nobody.
+    await transport.receive_some(1)
     async with open_link(transport, _limits_on(transport), credit=LIMITS.under_way) as link:
         yield link
 
