@@ -236,9 +236,12 @@ def test_a_file_that_is_mounted_by_itself_is_refused(tmp_path: Path, monkeypatch
 
 # --- what ends a writer -----------------------------------------------------------------------------------------------
 
+# However the tests were started (nohup, in the background, under coverage), each signal is answered as in a fresh shell.
 KILLED = """
 import os, signal, sys
 from dgr.core.files.outputs import writing
+for number, answer in {{"TERM": signal.SIG_DFL, "HUP": signal.SIG_DFL, "INT": signal.default_int_handler}}.items():
+    signal.signal(getattr(signal, "SIG" + number), answer)
 {before}
 with writing(sys.argv[1]) as out:
     out.write(bytes(100_000))
@@ -322,6 +325,7 @@ def test_a_folder_of_files_goes_with_a_signal(tmp_path: Path) -> None:
     (folder / "b").write_bytes(b"x")
     child = os.fork()
     if not child:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         with removed_on_signals(folder):
             signal.raise_signal(signal.SIGTERM)
         os._exit(1)
