@@ -23,6 +23,7 @@ from fixture_types import Prompt
 import dgr
 from dgr.cli.keys import make_keys
 from dgr.client.events import RePrefilled, RouteDown
+from dgr.client.generation import AHEAD
 from dgr.client.pipeline import Pipeline, Timeouts, open_pipeline_on
 from dgr.cluster.connect import LinkPolicy, RemoteConnector
 from dgr.cluster.doctor import examine
@@ -153,7 +154,8 @@ async def check_losses(
         assert text == right, name
         assert loss.detected < limit, (name, loss)
         assert loss.recovered < RECOVERED, (name, loss)
-        assert loss.again == len(tokens) + (moment or 0), (name, loss)
+        # Tokens of a run may have come that the caller has not asked for yet.
+        assert 0 <= loss.again - len(tokens) - (moment or 0) <= (AHEAD if moment else 0), (name, loss)
         record(name, loss)
         print(f"{name}: {loss}; {loss.why}")
 
