@@ -19,7 +19,8 @@ MOST_MODULES, MOST_SIBLINGS = 13, 2
 
 
 def promised(page: str) -> set[str]:
-    """Names of the page's table, and those that its samples import from the kit."""
+    """Names of the table of the kit, and those that the page's samples import from it."""
+    page = page.partition("\n## Where is X tested?")[0]
     rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
     imported = re.findall(r"^from dgr\.testing import (.+)$", page, re.MULTILINE)
     return {name for text in rows for name in re.findall(r"`(\w+)`", text)} | {
